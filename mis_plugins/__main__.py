@@ -1,4 +1,4 @@
-"""Configs from the command line: find one, read what it does, see it at work, bring one over from another framework.
+"""Configs of a correction, reports of a run, and checks of a host, from the command line.
 
     python -m mis_plugins config list
     python -m mis_plugins config show verl-decoupled-geo-rs
@@ -54,12 +54,12 @@ from mis_plugins.shared.shell import REFUSED, Gone, add_version, importing, is_f
 from mis_plugins.shared.terminal import print_error, printable
 
 LONGEST_TARGET, LONGEST_ERROR = 300, 2000  # letters; a path of `base64:` holds a whole file
-SETTING = re.compile(r"[+~]*[\w.@-]+=")  # of a framework, behind a translator's file or before it
+SETTING = re.compile(r"[+~]*[\w.@-]+=")  # how a setting behind a translator's file, or before it, begins
 LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 the config is good, 2 it is not."""
+    """Run the command that `argv` names, and return its exit code."""
     own, given = _split(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(own)
     arguments.given = given
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The command's own arguments, and those behind -- that the user starts a launch script with."""
+    """The command's own arguments, and what stands behind --, with which the user starts a launch script."""
     command, own, given = list(argv[:2]), list(argv), []
     if command in [["config", name] for name in ("check", *TRANSLATORS)] and "--" in own:
         at = own.index("--")
@@ -151,7 +151,7 @@ def _told(keys: Mapping[str, Any], host: Host | None, file: str) -> str:
     checks.refuse("command" if host else "file", keys, config, host or every_host()["unknown"])
     described = describe(config, host, file)
     warnings = (f"warning: {printable(text)}" for text in _beside(keys, config, host))
-    return "\n".join([described, *_switch(keys, config), ownership.told(), *warnings])
+    return "\n".join([described, *_switch(keys, config), ownership.notice(), *warnings])
 
 
 def _switch(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
@@ -232,7 +232,7 @@ def from_areal(arguments: argparse.Namespace) -> str:
 
     Reads enable_segment_wise_ppo, behav_imp_weight_cap and _floor, use_decoupled_loss, use_sapo_loss, m2_threshold and
     rejection_sampling, or behave_imp_weight_* of before. Comments say which key each setting comes from, and what to
-    pass for the keys that bound the rollout. PATH=VALUE may follow, which win.
+    pass for the keys that bound the rollout. KEY=VALUE may follow, which win.
     """
     return areal.translate(text_of(arguments.target), arguments.overrides, _asked(arguments)).text()
 

@@ -4,7 +4,7 @@
     --custom-tis-function-path       mis_plugins.mis.compute_mis_weights_fsdp      (FSDP)
     --rollout-data-postprocess-path  mis_plugins.mis.normalize_rollout             (`scope: rollout`)
     --rollout-data-postprocess-path  mis_plugins.mis.count_samples                 (metrics beside masked samples)
-    (either of the last two: the trainer against itself, `resplit_every`; baselines of groups, `group_baseline`)
+    (both functions above also serve `mis.resplit_every` and `mis.group_baseline`)
     --rollout-sample-filter-path     mis_plugins.mis.drop_broken_samples
     --custom-pg-loss-reducer-function-path  mis_plugins.mis.kept_token_mean
     --custom-loss-function-path      mis_plugins.mis.policy_loss                   (with --loss-type custom_loss)

@@ -12,6 +12,7 @@
 # known to work, and the command says how to get them. The first call installs about 4 GB into .venv-in-host beside this
 # folder, or IN_HOST_VENV: SGLang's environment and what the hosts import. A run takes two to five minutes.
 set -euo pipefail
+[[ " $* " != *" --help "* ]] || exec sed -n '2,/^set /s/^# \?//p' "$0"
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 environment=${IN_HOST_VENV:-$repository/.venv-in-host}

@@ -8,8 +8,9 @@
 #
 # qwen3-4b.sh says what MODEL_DIR and DATA_DIR hold.
 # MIS_CONFIG names a preset or a file of the TIS hook; without it `tis` corrects (docs/choose.md). To watch only,
-# set MIS_CONFIG=metrics-only and write --get-mismatch-metrics in place of --use-tis below. A config with `scope: rollout` needs these flags at the end, as a rollout is one optimizer
-# step here: --rollout-data-postprocess-path mis_plugins.mis.normalize_rollout --get-mismatch-metrics
+# set MIS_CONFIG=metrics-only and write --get-mismatch-metrics in place of --use-tis below. A rollout is one optimizer
+# step here, so that a config with `scope: rollout` needs these flags at the end:
+# --rollout-data-postprocess-path mis_plugins.mis.normalize_rollout --get-mismatch-metrics
 set -euo pipefail
 
 : "${SLIME_DIR:=$HOME/slime}" "${MEGATRON_DIR:=$HOME/Megatron-LM}"

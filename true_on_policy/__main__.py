@@ -137,7 +137,7 @@ CONTRACT = """What trainer and engine must share on GPUs.
 prints, operation by operation, whose bits both sides share; what could be chosen instead; the layouts that hold; the
 environment; and what is not covered.
 """
-NOT_RUN = "Read in the sources of Miles, SGLang and Megatron; this project has not run it on a GPU."
+NOT_RUN = "Read in the sources of Miles, SGLang and Megatron; no host has run it on a GPU."
 NOT_LAUNCHED = "No release launches this family; what it would take, and at the end what is missing."
 
 

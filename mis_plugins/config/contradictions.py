@@ -51,7 +51,7 @@ def _check_segment_wise(config: CorrectionConfig, segment_wise: SegmentWiseConfi
 
 
 def _check_center(config: CorrectionConfig) -> None:
-    """Refuse a config of which the centering term is not known."""
+    """Refuse `center` beside settings that leave its term unknown."""
     objective, weight = config.objective, config.weight
     if objective is None or not config.bypass:
         raise ConfigError(
@@ -77,7 +77,7 @@ def _check_center(config: CorrectionConfig) -> None:
 
 
 def check_group_baseline(config: CorrectionConfig) -> None:
-    """Refuse a baseline of what trains where nothing is rejected, or where that is not known before training."""
+    """Refuse a group baseline where nothing is rejected, or where training alone tells what is."""
     setting = f"{{group_baseline}}: {config.group_baseline}"
     if not config.corrects:
         raise ConfigError(f"{setting} has no effect without a weight or a rule, which say what trains")

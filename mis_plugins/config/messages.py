@@ -1,6 +1,5 @@
-"""Errors and warnings about the keys of a host's arguments.
+"""Errors and warnings about the keys of a host's arguments: which keys correct, and what a misspelled key may mean.
 
-They say which keys correct, where a config was looked for, and which key a misspelled one may be meant for.
 A hook that corrects loads this file only where a config has keys that are not ours. An argument that a host's recorded
 parser knows is the host's own. The records lie in `hosts/records/`. Their first lines name what each was made from:
 `lab/host_arguments.py` and a checkout, or single files of a host where no checkout can be had.

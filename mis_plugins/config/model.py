@@ -504,7 +504,7 @@ class CorrectionConfig:
 
     @cached_property
     def weighs_by_segment_wise(self) -> bool:
-        """Whether the bounds of the weight are those of `segment_wise`."""
+        """Whether `segment_wise` gives the bounds of the weight."""
         return self.segment_wise is not None and self.weight == self.segment_wise.weight
 
     @cached_property

@@ -219,7 +219,7 @@ def files_of(args: View) -> dict[str, str]:
 
 
 def keys_of_file(args: View, argument: str) -> Mapping[str, Any]:
-    """The keys of the file that an argument names: of the version that says most of what the arguments have.
+    """The keys of the file that an argument names: of versions that no argument contradicts, the fullest.
 
     A file may be edited for the next job while a job runs, so that of equal versions the oldest counts. It raises
     ConfigError where this node cannot read the file.
@@ -238,7 +238,7 @@ def _keys_of_readable_files(args: View) -> Iterator[Mapping[str, Any]]:
 
 
 def differing(args: View, keys: Mapping[str, Any]) -> list[str]:
-    """The keys of a file that are read here and are no flags of the host's, and of which the arguments say another."""
+    """The keys of a file that are read here, are no flags of the host's, and have another value in the arguments."""
     read = ((key, value) for key, value in keys.items() if is_read(key, value) and key not in HOST_KEYS)
     return [key for key, value in read if not equal(args.get(key), value)]
 

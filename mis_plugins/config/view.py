@@ -106,7 +106,7 @@ def view(args: Any) -> View:
 
 
 def _says_the_same(last: View, stated: Mapping[str, Any]) -> bool:
-    """Whether each argument is the object that it was, with the same inside, and nothing around has changed."""
+    """Whether each argument is the object that it was, and neither its content nor anything around it has changed."""
     held = last._held
     same = list(stated) == list(held) and all(map(is_, stated.values(), held.values()))
     if not same or _around(stated, last._nested) != last._around:
@@ -121,7 +121,7 @@ def _around(stated: Mapping[str, Any], nested: Iterable[str]) -> tuple[object, .
 
 
 def _inside(value: Any) -> object:
-    """What differs where a value is another, or the same object with something else inside.
+    """A value by its content, so that two calls answer unequally where the value or something in it has changed.
 
     A mapping that holds itself, or that raises where a value is missing, counts as changed at every call.
     """
@@ -170,7 +170,7 @@ def original(args: Any) -> Any:
 
 
 def is_untyped(args: View) -> bool:
-    """Whether anybody may have written any name on the arguments: a typed object has the names of its class."""
+    """Whether the arguments may have names that no class declares."""
     return type(args._given) in NAMESPACES or isinstance(args._given, Mapping)
 
 

@@ -1,4 +1,4 @@
-"""M2PO: tokens with the largest log ratios leave the loss, until the second moment of those that are left is small.
+"""M2PO: tokens with the largest log ratios leave the loss, until the second moment of all others is small.
 
 Zheng et al. 2025, "Prosperity before Collapse", arxiv.org/abs/2510.01161.
 """
@@ -38,7 +38,7 @@ def first_dropped(squares: Float[Tensor, " R"], threshold: float) -> Float[Tenso
     Of a million squares the mean is exact to 2^-42 of the threshold, of fewer to more.
     """
     ordered, size = squares.sort().values, squares.numel()
-    # The threshold is from 1 to 2 times a power of two, of which a unit is a part so small that sums fill 64 bits.
+    # The threshold is 1 to 2 times a power of two. A unit is so small a part of this power that sums fill 64 bits.
     unit = 2 ** (61 - 2 * size.bit_length())
     half, exponent = math.frexp(threshold)
     in_units = (ordered.double() / 2.0 ** (exponent - 1)).clamp(max=2 * size) * unit

@@ -371,7 +371,7 @@ def _segment_population(verdict: Verdict, weight: WeightConfig, kept_only: bool)
 
 
 def _averaged(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
-    """Units that a mean of the weights is taken over: all known ones, less those that the bound drops."""
+    """Units that a mean of the weights is taken over: all known units that the bound does not drop."""
     return passing_units(totals, weight) if weight.record.drops_token else totals.known
 
 

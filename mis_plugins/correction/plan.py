@@ -170,7 +170,7 @@ def weighs_tokens(config: CorrectionConfig) -> bool:
 
 @cache
 def monotone(config: CorrectionConfig) -> bool:
-    """Whether the extreme weights of a sequence are those of its extreme token ratios."""
+    """Whether the extreme token ratios of a sequence have its extreme weights."""
     weight = config.weight
     if weight is None or config.segment_wise_on or config.down_weighing:
         return False

@@ -129,7 +129,7 @@ def warnings(config: CorrectionConfig) -> Iterator[str]:
 
 
 def _few(window: Window, where: str, measured: Mapping[str, Responses]) -> Iterator[str]:
-    """A warning with the share of each of the responses, by name, of which the window keeps few."""
+    """A warning with the share that the window keeps of responses of each name, where the share is small."""
     few = {name: responses for name, responses in measured.items() if _is_few(window, responses)}
     if few:
         shares = ", ".join(f"{window.keeps(responses):.0%} {name}" for name, responses in few.items())

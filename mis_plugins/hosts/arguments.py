@@ -20,7 +20,7 @@ from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import every_host
 
 Kind = Literal["switch", "number", "text", "other"]
-TOLD = 20  # keys, of a file that may have thousands
+TOLD = 20  # keys that get a warning of their own
 COMPARISON = "bitwise"  # read by the hooks of true_on_policy.hosts
 NEWER = "newer"
 
@@ -83,7 +83,7 @@ def _named(hosts: tuple[Host, ...]) -> str:
 
 
 def near(name: str, names: Collection[str], alike: float = 0.6) -> str:
-    """A question for the nearest of some names; empty where none is that much alike."""
+    """The question `(did you mean NAME?)` for the nearest of some names; empty where no name is near enough."""
     nearest = difflib.get_close_matches(name, sorted(names), 1, alike)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 

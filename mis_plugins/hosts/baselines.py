@@ -113,7 +113,7 @@ class Groups:
 
 
 def _check_groups(args: View, size: int, counted: Float[Tensor, " groups"], total: Float[Tensor, " groups"]) -> None:
-    """Refuse groups that are not those over which the host normalized its rewards."""
+    """Refuse groups other than the groups over which the host normalized its rewards."""
     if counted.max() > size:
         raise InputError(
             f"{FIELD}: a group has {int(counted.max())} samples by sample_indices // {size}, more than "

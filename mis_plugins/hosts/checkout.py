@@ -91,7 +91,7 @@ def paths(module: str) -> tuple[str, str]:
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a body, those under `if`, `try` and `with` too, but for what only a checker of types reads."""
+    """Statements of a body, also under `if`, `try` and `with`, less what only a checker of types reads."""
     for node in body:
         yield node
         is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
@@ -224,7 +224,7 @@ def _place(address: Address, folder: Folder) -> Place | None:
 
 
 def _defined(module: str, name: str, folder: Folder, left: int = FOLLOWED) -> Place | None:
-    """The definition of a module's name, through imports of the host's own modules; an import where those end."""
+    """The definition of a module's name, through imports of the host's own modules, up to the last import."""
     source = folder.module(module)
     node = None if source is None else source.names.get(name)
     if source is None or node is None:

@@ -25,7 +25,7 @@ REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
 
 @dataclass(frozen=True)
 class Given:
-    """What is asked about.
+    """A config and the arguments of the host that it runs with.
 
     args: the host's arguments by name; an absent one is unknown, and None or false is a value that the host has.
     config: the correction that runs beside them.
@@ -369,7 +369,7 @@ CHECKS: tuple[Check, ...] = (*CUTS, *DENOMINATORS, *OBJECTIVES, *BASELINES, *CEN
 
 
 def every_check() -> tuple[Check, ...]:
-    """All checks, those of `host_checks.py` too, for which the hooks of a loss never ask."""
+    """All checks; the hooks of a loss never ask for the checks of `host_checks.py`."""
     from mis_plugins.hosts.host_checks import HOST_CHECKS
 
     return (*HOST_CHECKS, *CHECKS)

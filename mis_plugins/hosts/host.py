@@ -54,7 +54,7 @@ class Host:
     Which host it is:
         name: what `config check --host` calls it.
         title: what sentences call it.
-        package: which makes the reducer that it hands to a loss.
+        package: the package whose reducer it hands to a loss.
         needs: what our hooks call or read of it, a field each; None where it hands everything over.
         runs: whether this process is one of this host's, as far as its arguments (perhaps None) and modules say.
         told_by: what `runs` looks at, the surest first: `modules` of the host itself; `arguments`, which

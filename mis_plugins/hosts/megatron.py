@@ -1,4 +1,4 @@
-"""Process groups: Megatron's own, of every host that hands a hook no others, and those that Miles hands over."""
+"""Process groups: Megatron's own, for every host that hands a hook no groups, and the groups that Miles hands over."""
 
 from __future__ import annotations
 

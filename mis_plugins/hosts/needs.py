@@ -211,7 +211,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An argument under which versions, or log-probs by recompute, would say something else.
+    """An argument under which versions, or recomputed log-probs, would be wrong.
 
     when: whether a mapping of the host's arguments has it.
     scored: whether it matters only where the trainer scores log pi_{v+1}.

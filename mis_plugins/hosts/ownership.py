@@ -54,9 +54,9 @@ def __getattr__(name: str) -> Any:
     return _inheriting(getattr(import_module(BASE[0]), BASE[1]))
 
 
-def told() -> str:
-    """Say to whom the keys of a file belong."""
+def notice() -> str:
+    """Whose the keys of a file are, to the hosts."""
     return (
-        "keys: Miles 31f1ca9 and slime 624b824 ask no function which keys are its own, and make an argument of every "
-        "key; a newer Miles asks, and any hook of ours on its command line owns mis, bitwise and the flat keys"
+        "keys: Miles 31f1ca9 and slime 624b824 make an argument of every key; a newer Miles asks whose a key is, and any "
+        "hook of ours on its command line owns mis, bitwise and the flat keys"
     )

@@ -51,7 +51,7 @@ def check_agreement(config: CorrectionConfig, ranks: Ranks) -> None:
 
 
 def check_everywhere(hook: str, setting: Any) -> None:
-    """Compare what a hook of all ranks, those of earlier pipeline stages too, was given under `mis:`, at first use.
+    """Compare what a hook was given under `mis:` on all ranks, also of earlier pipeline stages, at first use.
 
     Raises:
         ConfigError, MisError: as `check_agreement`.
@@ -83,7 +83,7 @@ def compare(config: Any, axes: Mapping[str, Collection[int] | None]) -> None:
         settings = joined([json.loads(text) for text in texts.values()])
     differing = {key: given for key, given in settings.items() if len(given) > 1}
     if differing:
-        raise ConfigError(f"ranks have different mis configs: {told(differing)}; give all ranks one config")
+        raise ConfigError(f"ranks have different mis configs: {in_words(differing)}; give all ranks one config")
 
 
 def flat(given: Any, key: str) -> dict[str, str]:
@@ -104,7 +104,7 @@ def flat(given: Any, key: str) -> dict[str, str]:
 
 
 def joined(parts: Sequence[Known]) -> Known:
-    """What several ranks know together."""
+    """The values of each key over several ranks, each value with the first rank that has it."""
     every: Known = {}
     for key, value, rank in ((key, *entry) for part in parts for key, given in part.items() for entry in given.items()):
         of_key = every.setdefault(key, {})
@@ -112,8 +112,8 @@ def joined(parts: Sequence[Known]) -> Known:
     return every
 
 
-def told(differing: Known) -> str:
-    """The first of the differing keys, and what they are on which rank."""
+def in_words(differing: Known) -> str:
+    """The first differing keys, each with its values and a rank for each value."""
     parts = []
     for key in list(differing)[:SHOWN_KEYS]:
         by_rank = sorted((rank, value) for value, rank in differing[key].items())

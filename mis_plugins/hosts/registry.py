@@ -18,7 +18,7 @@ from mis_plugins.hosts.adapters import unknown
 from mis_plugins.hosts.host import Host, Sign
 
 HOSTS: dict[str, Host] = {"unknown": unknown.HOST}
-"""The hosts that this process has asked for, and those that were registered; `every_host` has the others too."""
+"""The hosts that this process has asked for or registered; `every_host` has all."""
 GROUP = "mis_plugins.hosts"  # entry points, each the address of a `Host`
 
 
@@ -29,7 +29,7 @@ def register(host: Host) -> None:
 
 
 def every_host() -> dict[str, Host]:
-    """All hosts by name, those of `adapters/` in the order of their files and behind the registered ones."""
+    """All hosts by name: registered hosts, then the hosts of `adapters/` in the order of their files."""
     for module in _modules(*adapters.__path__):
         host = _record(module)
         HOSTS[host.name] = HOSTS.pop(host.name, host)

@@ -66,7 +66,7 @@ class RolloutStore:
     training: int | None = None
 
     def keep(self, held: Held) -> None:
-        """Hold the numbers of a rollout in place of those of the one before, or of an earlier attempt at it.
+        """Hold the numbers of a rollout, and forget the numbers of the rollout or the attempt before.
 
         A mean stays where the other hook counts the same rollout behind `normalize_rollout`.
         """
@@ -126,7 +126,7 @@ class RolloutStore:
         return self.held is not None and self.training is not None and self.training > self.held.rollout_id
 
     def _of_this_run(self, args: Any) -> Held | None:
-        """What is held, unless the arguments name no rollout-data hook: an earlier run of this process left it."""
+        """The numbers held; None where the arguments name no rollout-data hook, as an earlier run left the numbers."""
         given = view(args)
         return None if HOOK in given and given[HOOK] is None else self.held
 

@@ -287,7 +287,7 @@ class Recorder:
         try:
             agreed = can_add_up(list(pending), ended is not None, same_ranks, ranks, corrected, pipeline)
         except Uncorrected:
-            raise ConfigError(_uncorrected().told(str(ended), self.args)) from None
+            raise ConfigError(_uncorrected().error_of(str(ended), self.args)) from None
         except RANK_LOST as error:
             return _why_lost(error, ranks)
         return None if agreed else REGROUPED
@@ -341,7 +341,7 @@ class Recorder:
         """Log that the arguments ask for a correction, and that no hook of ours ran on this rank."""
         try:
             if self._corrected(ran) is False:
-                logger.error("%s", _uncorrected().told(f"{ended}, this rank", self.args))
+                logger.error("%s", _uncorrected().error_of(f"{ended}, this rank", self.args))
         except MisError as error:
             logger.error("%s, judged at exit: %s", ended, error)
 

@@ -1,4 +1,4 @@
-"""Turns of a sample: are the tokens that a trainer learns from those that the engine sampled, behind the same prompt?
+"""Turns of a sample: whether the trainer learns from the tokens that the engine sampled, behind the engine's prompt.
 
 A generate function that hands a conversation on as text has it tokenized again, by the engine or by itself. Then the
 log-probs of a turn are those of other tokens, or of other tokens before it (verl#6719, ms-swift#10012).
@@ -37,13 +37,13 @@ class Answer:
     tokens: Ids
 
     def serves(self, tokens: Ids, place: int, end: int) -> int:
-        """How many tokens from `place` on are those of this answer; 0 where one is not, or the prompt is another."""
+        """How many tokens from `place` on this answer sampled; 0 where a token or the prompt is another."""
         count = min(len(self.tokens), end - place)
         sampled = self.given == place and list(self.tokens[:count]) == list(tokens[place : place + count])
         return count if sampled and self.agreed(tokens) >= place else 0
 
     def agreed(self, tokens: Ids) -> int:
-        """How many leading tokens are those of this answer and of its prompt."""
+        """How many leading tokens equal this answer behind its prompt."""
         prompt = tokens[: self.given] if self.prompt is None else self.prompt
         pairs = enumerate(zip([*prompt, *self.tokens], tokens, strict=False))
         return next(

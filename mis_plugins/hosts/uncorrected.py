@@ -1,4 +1,4 @@
-"""Runs that are not corrected: those that only watch, and those that ask for what they do not get.
+"""Runs that are not corrected: because they only watch, or because no hook makes the correction that they ask for.
 
 A run that watches computes metrics, and its loss is the host's own. The loss hook needs no `--use-tis`, and the
 argument is false by default, so that its value does not tell what the user wants. The hook looks for `use_tis: false`
@@ -189,7 +189,7 @@ def check_step_hook(config: CorrectionConfig) -> None:
         warn_once(f"mis.metrics: {config.metrics} needs {STEP_HOOK}; without it {without[config.metrics]}")
 
 
-def told(ended: str, args: Any) -> str:
+def error_of(ended: str, args: Any) -> str:
     """The error of a step or rollout that no hook of ours corrected, though the arguments ask for it."""
     return f"{ended}: the arguments ask for a correction, and no hook of mis_plugins corrected: {lacking(args)}"
 

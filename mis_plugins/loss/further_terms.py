@@ -89,7 +89,7 @@ def soft_weight(
 
 
 def vespo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
-    """-sg(phi(prod_t r_t)) A log pi_theta; 0 in sequences of which a token's ratio is not known."""
+    """-sg(phi(prod_t r_t)) A log pi_theta; 0 in sequences where a token's ratio is not known."""
     log_r = x.log_ratio.detach()
     usable, valid, total = ragged.sums(x.usable, ragged.loss_mask, log_r)
     known = ragged.loss_mask & ragged.to_tokens(usable == valid)

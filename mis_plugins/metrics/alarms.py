@@ -28,7 +28,7 @@ def few_kept(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[st
 
 
 def _way_out(config: CorrectionConfig) -> str:
-    """How a config drops less."""
+    """What a user changes so that the config drops less."""
     raised = ["raise mis.m2_threshold"] * (config.m2_threshold is not None)
     return " and ".join(["widen the bounds of mis.reject"] * bool(config.reject or not raised) + raised)
 

@@ -1,7 +1,7 @@
-"""The metrics of a token that `metrics: full` hands back beside those of `core` and of a default log.
+"""The metrics of a token that `metrics: full` hands back beyond `core` and a default log.
 
-They are of perplexities, of the weight before and after its bound, and of what each rule drops. A default log has
-none of them, so that this file is loaded where a config asks for them.
+Perplexities, the weight before and after its bound, and what each rule drops: the file is loaded where a config asks
+for them.
 """
 
 from __future__ import annotations

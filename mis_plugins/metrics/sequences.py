@@ -1,4 +1,4 @@
-"""The quantities of sequences and segments. They are equal on all context-parallel ranks, of which one counts them."""
+"""The quantities of sequences and segments, equal on all context-parallel ranks. One rank counts them."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def mean_log_ratio(sums: Mapping[str, float]) -> float:
 
 
 def is_suspect(sums: Mapping[str, float]) -> bool:
-    """Whether the log-probs that `sums` add up show an error, of which the messages in `processed.py` tell."""
+    """Whether the log-probs that `sums` add up show an error, which the messages in `processed.py` describe."""
     related = relation(sums)
     if related is None:
         return means_unlikely(sums)

@@ -1,4 +1,4 @@
-"""What segment-wise weights are worth: metrics by age, beside those of standard weights for equal tokens.
+"""Metrics of segment-wise weights by age, beside the metrics of standard weights of equal tokens.
 
 A ratio here is unbounded, with its logarithm clamped at +-20; a weight is what multiplied the loss.
 """

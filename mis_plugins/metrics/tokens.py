@@ -112,7 +112,7 @@ class Tokens:
         return self.weights.double()
 
     def places(self) -> Places:
-        """The usable tokens, the kept ones, and those of each turn and of each age, where versions are known."""
+        """The usable tokens: all, kept, of each turn, and where versions are known of each age."""
         assert self.turns is not None
         turns = self.turns * self.usable  # 0 where the token is not usable
         rows = [self.where, self.kept, *(turns == turn for turn in range(1, TURNS)), turns >= TURNS]
@@ -123,7 +123,7 @@ class Tokens:
 
 
 def _cut(record: Any, part: slice) -> Any:
-    """The record with its tensors, and those of records in it, cut to a part of the tokens."""
+    """The record with all tensors, also of records in it, cut to a part of the tokens."""
     held = {f.name: getattr(record, f.name) for f in fields(record)}
     tensors = {name: x[part] for name, x in held.items() if isinstance(x, Tensor) and x.dim()}
     records = {name: _cut(x, part) for name, x in held.items() if isinstance(x, TokenStage)}
@@ -210,7 +210,7 @@ def of_usable(t: Tokens) -> Iterator[Quantity]:
         unit = t.stage.unit_log_ratio
         assert unit is not None
         low, high = beyond("weight_{side}_fraction", unit, weight_limits(t.config.weight))
-        # Without a floor the lower limit is a stand-in, outside of which no weight is bounded.
+        # Without a floor the lower limit is a stand-in, below which no weight is bounded.
         acts = [low.name, high.name] if t.config.weight.floor else [high.name]
         outside = Reduction("sum", lambda s, _, n: sum(s.over(x, n) for x in acts))
         yield from (low, high._replace(metrics=high.metrics | {"outside_bound_fraction": outside}))
@@ -264,7 +264,7 @@ def _applied_max(s: Step, x: str, _: str) -> float:
     return s.largest(x) if s.sums["kept_usable"] else none_is_kept
 
 
-# A dropped token weighs 0 in metrics of applied weights, and 1 / upper in those of lifted ones.
+# A dropped token weighs 0 in metrics of applied weights, and 1 / upper in metrics of lifted weights.
 OF_KEPT_WEIGHT = {
     "kept_weight_min": take.smallest,
     "applied_min": Reduction("ends", _applied_min),

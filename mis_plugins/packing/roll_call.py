@@ -27,7 +27,7 @@ SPOKEN = Counter[str]()  # how often this rank has spoken, by subject
 
 
 def heard(subject: str, message: str, ranks: Collection[int] | None = None) -> dict[int, str]:
-    """Tell the other ranks something, and return what each of them said, by rank. Each calls it equally often.
+    """Tell the other ranks something, and return what each rank said, by rank. Every rank calls it equally often.
 
     Args:
         subject: what is said, in words that open the sentence of an error.

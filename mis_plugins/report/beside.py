@@ -134,7 +134,7 @@ def _plain(decoder: Any) -> Mapping[str, Any] | None:
 
 
 def _replaces_a_letter(decoder: Mapping[str, Any]) -> bool:
-    """Whether a decoder puts at most one letter in place of a text, as of `▁` a space."""
+    """Whether a decoder replaces a text by at most one letter, such as `▁` by a space."""
     pattern, content = decoder.get("pattern"), decoder.get("content")
     plain = isinstance(pattern, dict) and pattern.keys() == {"String"} and bool(pattern["String"])
     return decoder.get("type") == "Replace" and plain and isinstance(content, str) and len(content) <= 1

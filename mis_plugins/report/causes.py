@@ -37,14 +37,14 @@ LEAST_TOKENS = 200
 FEW = 100  # an fp8 engine stays below the limit of kl_k3 in 15% of draws of 20 tokens, and in 0.7% of 100
 LEAST_TO_RELATE = 1000  # tokens, from which the standard errors of slopes are taken over folds of sequences
 FLAT = 0.95  # geometric mean of both slopes: errors of either side bring it to 0.99 or above, never below
-CUT_DEEP, CUT_MASS = 0.7, 1.2  # mean ratio below which a cut leaves tokens alone, and the mass of such a token, by 1.5
+CUT_DEEP, CUT_MASS = 0.7, 1.2  # largest mean ratio and `mass` of tokens that a deep cut leaves alone
 PROPORTIONAL = 0.75  # of (log r)^2 that a factor accounts for: one list is the other's multiple
 UNITS = (abs(math.log(math.log(2))), math.log(math.log(10)))  # of logarithms to base 2 and 10, by either side
 LEFT, MOST_FACTOR = 0.1, 8.0  # of (log r)^2 beside a unit: int5 leaves 0.07, a temperature 0.2 or more
 NEGATIVE_KL, NEGATIVE_ERRORS = 0.002, 4.0  # a mean of log r above 0, which samples of mu cannot give
 SURE_SHARE, FILLS = 1e-4, 8
 SHOWN = 8  # numbers or names of one kind that evidence lists
-RARE = 1e-9  # chance of a part of the responses that is no sign; six standard errors have about the same
+RARE = 1e-9  # chance below which a part of the responses is a sign, about that of six standard errors
 AS_LARGE = 0.5  # a cause explains the sign of another that accounts for at most twice as much
 LEAST_SHARE = 0.06  # of the mismatch; a sign that low precision brings about too comes first from here on
 
@@ -58,7 +58,7 @@ OF_PLACES = {"placeholder", "different-tokens", "changed-response", "end-token",
 OF_ALL = ("swapped", "unit", "raw-log-probs", "temperature", "top-p")  # act on all tokens alike
 ROUNDING = 1e-4  # of the logarithm of a factor between two lists, which a file may hold in half precision
 UNMEASURED = {"non-finite", "non-finite-advantage"}  # no part of the numbers' mismatch
-PRECISION, WEIGHTS = "precision", {"differing-weights", "other-weights"}  # the latter tell more of weights
+PRECISION, WEIGHTS = "precision", {"differing-weights", "other-weights"}  # weights tell more than precision
 Table = Sequence[Mapping[str, float | str]]
 Numbers = Mapping[str, Any]  # what a detector saw, by the names that the words of its evidence have
 
@@ -298,7 +298,7 @@ class Finding:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """The causes that show, the best first, less those whose signs a better one explains."""
+    """The causes that show, the best first, less causes whose signs a better one explains."""
     seen, shares, away = _seen(facts)
     weak = {name for name in seen if CAUSES[name].alike and shares[name] < LEAST_SHARE}
     able = {name: seen.keys() - weak - (OF_PLACES if name in away else set()) for name in seen}
@@ -350,7 +350,7 @@ def _shares(seen: Mapping[str, Numbers]) -> dict[str, float]:
 
 
 def _explains(name: str, other: str, shares: Mapping[str, float]) -> bool:
-    """Whether one cause, as large, brings about the sign of another; of two that each could, the larger one."""
+    """Whether a cause is large enough to explain another's sign; of two that explain each other, the larger does."""
     mutual = name in CAUSES[other].explains and shares[other] > shares[name]
     return other in CAUSES[name].explains and not mutual and shares[name] >= AS_LARGE * shares[other]
 
@@ -415,7 +415,7 @@ def _is_fill(facts: Facts, side: str, number: float, sums: Sequence[float], usab
 
 
 def _left_alone(facts: Facts, mean: float) -> bool:
-    """Whether tokens of log-prob 0, of this mean `mass`, are those that a deep cut leaves alone in their nucleus."""
+    """Whether a deep cut left tokens of log-prob 0, of this mean `mass`, alone in their nucleus."""
     line = facts.line
     return line is not None and line.relation.mean_ratio < CUT_DEEP and mean < CUT_MASS and _cut_off(line) is not None
 

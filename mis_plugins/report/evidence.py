@@ -186,7 +186,7 @@ class Evidence:
 
 
 def are_first(ids: Int[Tensor, " T"], positions: Int[Tensor, " T"]) -> Bool[Tensor, " T"]:
-    """Tokens of which no earlier one follows the same ids of its response: equal contexts err alike in any engine."""
+    """Tokens whose id and preceding ids no earlier token has: equal contexts err alike in any engine."""
     mixed = (ids + 1) * 6364136223846793005  # products and sums wrap around at 2^64, as a hash's may
     mixed = (mixed ^ (mixed >> 29)) * (2 * positions + 1)
     sums = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])

@@ -99,7 +99,7 @@ class Lists:
         return broken
 
     def verdict(self, kl: float) -> Pairing | None:
-        """What the correlations say at this KL; None where they are those of one list of tokens."""
+        """What the correlations say at this KL; None where both lists belong to one list of tokens."""
         sums, broken = torch.cat(self.within, 2), self.broken(kl)
         if not broken.any():
             return None

@@ -75,7 +75,7 @@ def _template() -> Any:
 
 
 def _ladder(document: Document) -> str | None:
-    """The run beside a real model; None of a run without a token to compare."""
+    """The run beside a real model; None for a run without a token to compare."""
     if document.report is None or FIRST not in document.report.whole:
         return None
     return plots.ladder(document.title, document.report.whole[FIRST], f"{FIRST} on the ladder of a real model")
@@ -133,7 +133,7 @@ def _steps(document: Document) -> dict[int, dict[str, float]]:
 
 
 def _shown(names: Iterable[str]) -> Iterator[str]:
-    """The names of `CURVES`, then those of gradient norm, reward and length."""
+    """The names of `CURVES`, then the names of gradient norm, reward and length."""
     held = dict.fromkeys(names)
     yield from (name for name in CURVES if name in held)
     yield from (name for name in held if name not in CURVES and any(part in name for part in SCALARS))

@@ -135,7 +135,7 @@ class Largest:
     held: list[tuple[float, Any]] = field(default_factory=list)
 
     def add(self, values: Float[Tensor, " N"], item: Callable[[int], Any]) -> None:
-        """Add values; `item` is called with the places of those that may be kept."""
+        """Add values; `item` is called with the place of each value that may be kept."""
         largest = values.topk(min(self.most, values.numel()))
         least = self.held[-1][0] if len(self.held) == self.most else 0.0
         pairs = zip(largest.values.tolist(), largest.indices.tolist(), strict=True)

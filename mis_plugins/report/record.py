@@ -305,7 +305,7 @@ SHOWN = 12  # keys of a file
 ALIKE = 0.6  # share of letters in common, as `difflib` counts them
 BEHAVIOR, PROXIMAL = ("behaviour rollout engine sampler sampling mu inference", "old trainer train training actor pi")
 OTHERS = {"ref", "reference", "teacher", "critic"}
-SPELLED = 0.7  # the same of two spellings of one word
+SPELLED = 0.7  # share of letters in common of two spellings of one word
 ONE_WORD: dict[str, str] = {
     **dict.fromkeys(BEHAVIOR.split(), "behavior"),
     **dict.fromkeys(PROXIMAL.split(), "proximal"),
@@ -315,10 +315,10 @@ ONE_WORD: dict[str, str] = {
 
 
 def nearest(needed: str, names: Iterable[str]) -> str | None:
-    """The key of `names` that is spelled nearest to `needed`, whatever the order of its words; None of no kin.
+    """The key of `names` that is spelled nearest to `needed`, whatever the order of its words; None where none is near.
 
-    Of two keys of kin one has all words of the other, and the last one of `needed`, as what it counts. A key of another
-    model's log-probs, as the reference's, is of no kin.
+    Of two near keys one has all words of the other, and the last word of `needed`, which says what it counts. A key of
+    another model's log-probs, such as the reference's, is not near.
     """
     words, asked = {key: _words(key) for key in names}, _words(needed).split()
     noun = _words(needed.rpartition("_")[2]).split()

@@ -135,10 +135,10 @@ class Report:
 
     steps: metrics of each step, by the names of docs/metrics.md.
     whole: the metrics over all steps together.
-    rejected, torn, together: as of a `Survey`.
+    rejected, torn, together: as in `Survey`.
     usable: number of tokens that the loss mask keeps and whose two log-probs are finite; all means are over them.
-    absent: as of an `Evidence`.
-    spread: as of `Facts`.
+    absent: as in `Evidence`.
+    spread: as in `Facts`.
     repeated: number of responses with all log-probs of an earlier one.
     certain: number of usable tokens with log-prob 0 on both sides.
     empty: number of responses without a usable token.

@@ -1,4 +1,4 @@
-"""What other configs would have done to the same data: kept shares, weights, bias by length and sign, direction."""
+"""What other configs would have done to these tokens: kept shares, weights, bias by length and sign, direction."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Outcome:
             held.index_add_(1, part, torch.stack(rows))
 
     def numbers(self) -> dict[str, Any]:
-        """Numbers for the report; those that docs/metrics.md knows have its names."""
+        """Numbers for the report, by the names of docs/metrics.md where it has them."""
         s = self.sums
         valid = max(s["valid"], 1.0)
         lengths = self.shares["length"]

@@ -126,12 +126,12 @@ def level_of(report: Report) -> str:
 
 
 def _beside_certain(report: Report) -> float:
-    """The kl_k3 of all tokens but those of log-prob 0 on both sides, as padding has, which add nothing to any sum."""
+    """The kl_k3 without tokens of log-prob 0 on both sides, such as padding, which add nothing to any sum."""
     return report.whole[FIRST] * report.usable / max(report.usable - report.certain, 1)
 
 
 def _certain(report: Report) -> str:
-    """How many tokens both sides are certain of, where these are more than `MOST_LOST`; else nothing."""
+    """How many tokens both sides are certain of, where these are more than `MOST_LOST`; else an empty text."""
     count = f"{report.certain} of {report.usable} tokens have a log-prob of exactly 0 on both sides, as padding has; "
     rest = f"take padding out of the loss mask. {FIRST} of the others is {_beside_certain(report):.3g}."
     return (count + rest) * (report.certain > MOST_LOST * report.usable)

@@ -46,7 +46,7 @@ class Groups:
 
     @property
     def of_replica(self) -> list[Group]:
-        """Groups whose ranks hold parts of the same samples."""
+        """Groups whose ranks share samples, each with a part of them."""
         return [group for group in (self.pp, self.tp, self.sp, self.cp) if group is not None]
 
     @property
@@ -217,7 +217,7 @@ def _named(names: Sequence[str], sums: Tensor) -> dict[str, float]:
 
 
 def metrics_of(seen: Seen) -> dict[str, float]:
-    """Every known metric of a step's routing, by name; those of a layer or a place behind a slash."""
+    """Every known metric of a step's routing, by name; the layer or place of a metric stands behind a slash."""
     places = {"": _named(KINDS, seen.table.sum((0, 2)))}
     places |= {f"/layer_{layer}": _named(KINDS, sums) for layer, sums in enumerate(seen.table.sum(-1))}
     by_position = zip(POSITIONS, seen.table.sum(0).T, strict=True)

@@ -67,7 +67,7 @@ class Watched:
 
 
 def routers_of(model: Sequence[nn.Module]) -> Iterator[Watched]:
-    """Megatron's routers in the chunks of a model; those of multi-token prediction, which no host replays, left out."""
+    """Megatron's routers in the chunks of a model, less multi-token prediction's, which no host replays."""
     for chunk, part in enumerate(model):
         for name, module in part.named_modules():
             routes = all(hasattr(module, each) for each in ("routing", "topk", "score_function"))

@@ -1,4 +1,4 @@
-"""Tensors in safetensors and npz files: those of others are read from one opened file, without pickled objects."""
+"""Tensors in safetensors and npz files, read from one opened file, without pickled objects."""
 
 from __future__ import annotations
 

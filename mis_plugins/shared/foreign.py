@@ -98,7 +98,7 @@ def _number(dtype: Any, data: Any = b"") -> Any:
 
 
 def _flat(data: bytes, dtype: Any, kind: torch.dtype) -> Tensor:
-    """The numbers of numpy's bytes, of which a dtype may say that the largest part of a number comes first."""
+    """The numbers of numpy's bytes; a dtype may say that the largest part of a number comes first."""
     if not data:
         return torch.empty(0, dtype=kind)
     numbers = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -254,7 +254,7 @@ class Restricted(pickle._Unpickler):
 
 
 def _key(key: Any) -> Any:
-    """A key of a dict; an `Opaque` in place of a key of a kind of which all can be made to have one hash."""
+    """A key of a dict; an `Opaque` in place of a key of a kind whose hashes a file could make equal."""
     if isinstance(key, tuple) and len(key) <= MOST_DIMENSIONS and all(map(_is_short, key)):
         return Opaque(repr(key))
     if isinstance(key, float | bytes):

@@ -86,7 +86,7 @@ class Request:
         return self.positions[-1] - self.positions[0] + 1
 
     def wanted(self, log_probs: Sequence[float]) -> list[float]:
-        """Pick the log-probs of the wanted tokens from those of all scored tokens."""
+        """Pick the wanted tokens' log-probs out of all scored log-probs."""
         if len(log_probs) != self.count:
             raise InputError(
                 f"score: {len(log_probs)} log-probs for a sequence of which {self.count} were asked for; return those "
@@ -123,7 +123,7 @@ def run_lengths(values: Iterable[int]) -> list[int]:
 
 
 def from_run_lengths(runs: Sequence[int]) -> list[int]:
-    """The values of which `run_lengths` made runs.
+    """The values from which `run_lengths` made runs.
 
     >>> from_run_lengths([4, 2, 5, 1])
     [4, 4, 5]

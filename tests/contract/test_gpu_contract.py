@@ -167,7 +167,7 @@ def test_show_prints_every_row(name: str, backend: str, capsys: pytest.CaptureFi
         assert row.name in printed and row.engine in printed
     for variable, value in contract.environment.items():
         assert f"{variable}={value}" in printed
-    for gap in (*contract.family.missing, "no row for the router", "has not run it on a GPU"):
+    for gap in (*contract.family.missing, "no row for the router", "no host has run it on a GPU"):
         assert gap in printed
     for row in (*LAYOUTS[backend].items(), *compiled(backend)):
         assert all(cell in printed for cell in row)

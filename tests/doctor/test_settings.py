@@ -22,7 +22,16 @@ from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.flags.command import launch_flags
 from true_on_policy.kernels.probes import Failure
 from true_on_policy.observe import process
-from true_on_policy.observe.process import KERNELS, LOOKS, PRODUCTS, chosen, found, fused_of_host, looked, observe
+from true_on_policy.observe.process import (
+    KERNELS,
+    LOOKS,
+    PRODUCTS,
+    chosen,
+    first_failure,
+    fused_of_host,
+    looked,
+    observe,
+)
 
 CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=8, context_parallel=4)
 HOST = Namespace(
@@ -198,12 +207,12 @@ def test_kernels_that_are_not_those_of_the_contract_are_told() -> None:
         raise PinError("linear falls back to Triton")
         yield
 
-    assert found(failures(), "batch-invariant") == "linear falls back to Triton"
+    assert first_failure(failures(), "batch-invariant") == "linear falls back to Triton"
     mismatch = first_mismatch(torch.zeros(2), torch.ones(2))
     assert mismatch is not None
     failure = Failure("linear", (2, 3), "a row alone", mismatch)
-    assert found(iter([failure]), "batch-invariant") == str(failure)
-    assert found(iter([]), "batch-invariant") == "batch-invariant"
+    assert first_failure(iter([failure]), "batch-invariant") == str(failure)
+    assert first_failure(iter([]), "batch-invariant") == "batch-invariant"
 
 
 def test_a_look_that_fails_leaves_its_own_row_unseen_and_no_other():

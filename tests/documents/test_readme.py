@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mis_plugins.__main__ import TRANSLATORS
+from mis_plugins.__main__ import TRANSLATORS, main
 from mis_plugins.hosts.registry import every_host
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +110,17 @@ def sentences(text: str) -> list[str]:
 
 def test_the_readme_is_short() -> None:
     assert len(README.split()) <= MOST_WORDS and len(README.splitlines()) <= MOST_LINES
+
+
+def test_the_readme_shows_what_the_check_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = tmp_path / "run.py"
+    launcher.write_text(
+        "import miles.utils as U\n\n\ndef execute(train_args):\n    U.execute_train(\n        train_args=train_args,\n"
+        "    )\n\n\nexecute('--lr 1')\n"
+    )
+    assert main(["config", "check", str(launcher)]) == 1
+    (shown,) = re.findall(r"^```diff\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    assert shown in capsys.readouterr().out
 
 
 def test_the_readme_says_who_is_served() -> None:

@@ -71,6 +71,16 @@ def test_quick_names_tests_that_exist() -> None:
     assert len(named) > 4 and all(path.exists() for path in named)
 
 
+INSTALLING = [path for path in SCRIPTS if "/install.sh" in path.read_text() and path.stem != "test"]
+
+
+@pytest.mark.parametrize("script", INSTALLING, ids=lambda path: path.name)
+def test_help_installs_nothing(script: Path, tmp_path: Path) -> None:
+    folders = {name: str(tmp_path / name) for name in ("MIS_VENV", "IN_HOST_VENV", "SGLANG_VENV")}
+    done = bash(script, "--help", given=folders)
+    assert done.returncode == 0 and f"bash scripts/{script.name}" in done.stdout and not list(tmp_path.iterdir())
+
+
 def test_every_launch_script_is_checked() -> None:
     assert {script for script, _, _ in LAUNCHES} | {BLOG} == {
         path.name for path in (ROOT / "scripts").glob("run-qwen*.sh")

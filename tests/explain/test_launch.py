@@ -320,6 +320,15 @@ def test_what_is_told_of_a_script(case: tuple, tmp_path: Path, capsys, monkeypat
     assert "\x1b" not in output and (code == 1) == ("\n+++ " in output or "no diff: " in output)
 
 
+def test_a_warning_is_told_once(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mis.yaml").write_text("mis: {segment_wise: {}}\n")
+    needed = " --loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
+    script = f"python3 train.py{needed} {STEP} --custom-config-path mis.yaml"
+    output = check(capsys, tmp_path, "run.sh", script, "--host", "miles")[1]
+    assert output.count("warning: mis.segment_wise on Miles") == 1
+
+
 @pytest.mark.parametrize("name", ["run.sh", "a b.slurm", "in/run.sh", "../here/run.sh", "/run.sh", "link.sh"])
 def test_a_patch_finds_its_script(name: str, tmp_path: Path, capsys, monkeypatch) -> None:
     here = tmp_path / "here"

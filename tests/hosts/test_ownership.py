@@ -147,4 +147,4 @@ def test_every_hook_has_the_one_class_and_is_what_its_path_names(monkeypatch: py
 def test_config_check_says_which_parsers_ask(file: Path, capsys: pytest.CaptureFixture):
     assert main(["config", "check", str(file), "--host", "slime"]) == 0
     told = capsys.readouterr().out
-    assert "keys: Miles 31f1ca9 and slime 624b824 ask no function which keys are its own" in told
+    assert "keys: Miles 31f1ca9 and slime 624b824 make an argument of every key" in told

@@ -42,7 +42,7 @@ def trainer(write: Write, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
 @pytest.fixture
 def allowed() -> Iterator[Callable[[], None]]:
     """Allows TF32."""
-    found = precision._found()
+    found = precision._readable()
     yield lambda: torch.set_float32_matmul_precision("high")
     for switch, value in found:
         switch.put(value)
@@ -52,7 +52,7 @@ def everything(library: ModuleType) -> tuple:
     """What any of the providers touches."""
     aten = [torch._C._dispatch_dump(f"aten::{name}") for name in mode.OVERRIDABLE]
     flag = mode.load(megatron.MODE).is_batch_invariant_mode_enabled()
-    tf32 = [(switch.name, value) for switch, value in precision._found()]
+    tf32 = [(switch.name, value) for switch, value in precision._readable()]
     return aten, flag, tf32, library.flash_attn_varlen_func, library.flash_attn_with_kvcache
 
 

@@ -22,12 +22,12 @@ ALLOWED: dict[str, Callable[[], None]] = {
 
 def state() -> list[tuple[str, object]]:
     """Of every switch that torch can read now."""
-    return [(switch.name, value) for switch, value in precision._found()]
+    return [(switch.name, value) for switch, value in precision._readable()]
 
 
 @pytest.fixture(autouse=True)
 def as_found() -> Iterator[None]:
-    before = precision._found()
+    before = precision._readable()
     yield
     for switch, value in before:
         switch.put(value)

@@ -1,6 +1,6 @@
 """The GPU contract: what trainer and engine must share on GPUs for bitwise equal log-probs, as data that is checked.
 
-The GPU contract names kernels of other libraries, and this project has not run it on a GPU. The CPU contract
+The GPU contract names kernels of other libraries, and no host has run it on a GPU. The CPU contract
 (`contract/cpu.py`) names the kernels of this package, which are pinned and proven here. `gpu.yaml` holds the contract's
 words and values. An operation is a row of the contract: what both sides share, and who provides each side's kernel.
 """

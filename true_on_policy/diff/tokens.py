@@ -124,7 +124,7 @@ def _side(recording: Recording, renaming: Renaming, heads: Heads | None) -> Side
 
 
 def _passes(recording: Recording) -> list[list[Entry]]:
-    """Split the entries of a recording into passes through the model, each of which begins with `input_ids`."""
+    """Split the entries of a recording into passes through the model; a pass begins with `input_ids`."""
     if len({entry.key.rank for entry in recording.entries}) > 1:
         raise RecordError(f"{recording.path}: of several ranks; tokens are matched within one")
     passes: list[list[Entry]] = []

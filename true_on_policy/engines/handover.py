@@ -58,7 +58,7 @@ def pin_as_asked() -> None:
     print(ACTIVE, active_backend(), flush=True)
 
 
-def told(held: Mapping[str, Tensor], action: str, names: Sequence[str] = ()) -> dict[str, str]:
+def texts_of(held: Mapping[str, Tensor], action: str, names: Sequence[str] = ()) -> dict[str, str]:
     """Return by name the digest of each tensor as text, or the values of the named tensors."""
     from true_on_policy.bitwise import Digest, values
 

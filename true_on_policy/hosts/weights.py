@@ -27,7 +27,7 @@ from true_on_policy.engines.handover import DIGESTS
 from true_on_policy.errors import DifferenceError, HostConfigError, NotSeenError
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.hosts.watch import own_rank
-from true_on_policy.weights.comparison import Comparison, Part, against, told, untold
+from true_on_policy.weights.comparison import Comparison, Part, against, digests_of, untold
 
 logger = logging.getLogger("true_on_policy")
 R = TypeVar("R")
@@ -220,7 +220,7 @@ def _of_engines(actor: Any) -> list[list[Part]]:
         raise NotSeenError(untold(str(error).rstrip().rpartition("\n")[2])) from error
     if not answers:
         raise NotSeenError("bitwise.weights: the host updates no engine, so that nothing can be compared")
-    return [told(lambda body, answer=answer: answer) for answer in answers]
+    return [digests_of(lambda body, answer=answer: answer) for answer in answers]
 
 
 def _on_rank_0(work: Callable[[], R], elsewhere: R) -> R:

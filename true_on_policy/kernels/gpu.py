@@ -21,7 +21,7 @@ PROBED: Size = MODELS["qwen3-4B"][1]
 
 
 def name(contract: GpuContract) -> str:
-    """Join the providers of a contract into one word: two contracts with one name pin the same kernels."""
+    """Join the providers of a contract into one word: two contracts with one name pin equal kernels."""
     return "+".join(provider.NAME for provider in providers(contract))
 
 

@@ -64,7 +64,7 @@ SWITCHES = (
 
 def settings() -> dict[str, str]:
     """Name the switches that allow TF32 now."""
-    allowing = [switch.name for switch, value in _found() if value in LOSSY]
+    allowing = [switch.name for switch, value in _readable() if value in LOSSY]
     return {"torch: TF32 allowed by": ", ".join(allowing) or "nothing"}
 
 
@@ -74,7 +74,7 @@ def pin() -> Undo:
     Raises:
         PinError: a switch still allows TF32. Every switch is restored first.
     """
-    states = _found()
+    states = _readable()
 
     def undo() -> None:
         for switch, value in states:
@@ -98,7 +98,7 @@ def probe(where: torch.device) -> Iterator[Failure]:
     yield from compare("bmm in float32", (64, 64), "times the identity and itself", torch.bmm(x, identity), x)
 
 
-def _found() -> list[tuple[Switch, Any]]:
+def _readable() -> list[tuple[Switch, Any]]:
     """List the switches that can be read, with their values."""
     readable = []
     for switch in SWITCHES:

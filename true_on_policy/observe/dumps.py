@@ -170,7 +170,7 @@ def _same_host(process: Process, url: str) -> bool:
 
 
 def _side(first: Path) -> list[Dump]:
-    """Read the files of all ranks of a run; those of an earlier run on another number of ranks are skipped."""
+    """Read the files of all ranks of a run; files of an earlier run on another number of ranks are skipped."""
     zero = read(first)
     pattern = glob.escape(f"{first.stem}.rank") + "*" + first.suffix
     others = [read(file) for file in sorted(first.parent.glob(pattern))]

@@ -66,7 +66,7 @@ Look = Callable[[], str]  # returns the value of one row, or raises where the ro
 def observe(contract: GpuContract, args: Any = None) -> Observation:
     """Observe this process, the trainer's or one that pinned its contract; without a host `args` is None."""
     of_contract: dict[str, Look] = {
-        KERNELS: lambda: found(gpu.failures(contract), "batch-invariant"),
+        KERNELS: lambda: first_failure(gpu.failures(contract), "batch-invariant"),
         PRODUCTS: lambda: _products(contract),
     }
     settings, unseen = looked(LOOKS | of_contract)
@@ -124,7 +124,7 @@ def _products(contract: GpuContract) -> str:
     return digest(contract.dtype, gpu.products(contract.size, row_parallel, row_parallel), where)
 
 
-def found(failures: Iterator[Failure], otherwise: str) -> str:
+def first_failure(failures: Iterator[Failure], otherwise: str) -> str:
     """Return the text of the first failure or of a PinError; `otherwise` where no probe fails."""
     try:
         failure = next(failures, None)

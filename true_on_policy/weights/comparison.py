@@ -1,4 +1,4 @@
-"""Compare the weights of a running SGLang with a trainer's: digests by name, and the first tensor that differs."""
+"""Compare the weights of a running engine with a trainer's: digests by name, and the first tensor that differs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def compare(ask: Ask, weights: Mapping[str, Tensor]) -> Comparison:
     Raises:
         NotSeenError: the engine does not tell its weights, or holds them in a form that cannot be compared.
     """
-    parts = told(ask)
+    parts = digests_of(ask)
     comparison = against(parts, weights)
     if comparison.equal:
         return comparison
@@ -122,7 +122,7 @@ def against(parts: Sequence[Part], weights: Mapping[str, Tensor]) -> Comparison:
     return Comparison(sum(len(part.digests) for part in parts) + len(ours.unused), tuple(differences))
 
 
-def told(ask: Ask) -> list[Part]:
+def digests_of(ask: Ask) -> list[Part]:
     """Ask an engine for the digests of all its tensors, one part a rank.
 
     Raises:
@@ -202,7 +202,7 @@ def _answered(ask: Ask, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
 
 
 def _of(part: Part, first: Mapping[str, Digest], weights: Weights) -> Iterator[Difference]:
-    """Yield a rank's tensors that are not the trainer's; the shapes of all ranks are those of the `first`, rank 0."""
+    """Yield a rank's tensors that are not the trainer's; the shapes of all ranks are taken from the `first`, rank 0."""
     rank = part.place
     for name, digest in part.digests.items():
         try:

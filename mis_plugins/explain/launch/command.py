@@ -93,8 +93,8 @@ def _read(script: str, path: Path, given: Sequence[str]) -> tuple[list[Launch], 
 def _told(launch: Launch, judgement: Judgement, tell: Tell) -> Iterator[str]:
     yield from map(printable, [*judgement.lines, *(f"unsure: {text}" for text in judgement.unsure)])
     if judgement.keys is not None:
-        yield tell(judgement.keys, judgement.host, printable(judgement.source or ""))
-        yield from _beside(launch, judgement)
+        lines = tell(judgement.keys, judgement.host, printable(judgement.source or "")).splitlines()
+        yield from dict.fromkeys([*lines, *_beside(launch, judgement)])  # both may warn of one thing
     for want in judgement.wants:
         yield printable(f"change: {want.flag}{f' {want.value}' if want.value else ''}: {want.why}")
 

@@ -77,7 +77,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Want:
-    """A flag that has to be there: with which value, in place of which word, and why."""
+    """A flag that has to be there: its value, the word that it replaces, and why."""
 
     flag: str
     value: str | None
@@ -348,7 +348,7 @@ def _other_loss(flags: Mapping[str, Flag]) -> str | None:
 
 
 def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str]:
-    """Flags that the recorded parsers of the host do not know; without a host, those that look like one that counts."""
+    """Flags that the host's recorded parsers do not know; without a host, flags that nearly spell one that decides."""
     hosts = [host] if host else recorded().values()
     taken = {flag for each in hosts for record in each.records for flag in recorded_flags(record)}
     count = DECIDES | {name for name in taken if name.endswith("-path")}
@@ -399,7 +399,7 @@ def _want(judgement: Judgement, flags: Mapping[str, Flag], given: Given, preset:
 
 
 def _not_held(flags: Mapping[str, Flag], changed: set[str]) -> Iterator[str]:
-    """The flags, but for those that change, which name a function of this pack that it lacks."""
+    """Flags that stay, and name a function of this pack that it lacks."""
     for name, flag in flags.items():
         path = flag.value.source if flag.value and flag.value.is_known and name not in changed else ""
         if path.startswith(OURS) and name.endswith("-path") and not _is_held(path):

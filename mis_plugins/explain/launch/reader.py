@@ -101,7 +101,7 @@ def from_start(folder: str, file: str) -> str:
 
 
 def is_train(word: str) -> bool:
-    """Whether a word names the file that trains, of either host."""
+    """Whether a word names the file by which a host trains."""
     return word.rpartition("/")[2] in ("train.py", "train_async.py")
 
 

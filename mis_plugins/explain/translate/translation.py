@@ -232,7 +232,7 @@ def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = F
 
 
 def beside(given: Mapping[str, Any], unserved: Mapping[str, tuple[Any, str]], clips: Sequence[str]) -> Iterator[str]:
-    """What is left to say of keys that nothing here reads: values that are open, and those that are not the default."""
+    """Notes on keys that nothing here reads: their open values, and values other than the default."""
     for key in (*clips, *unserved):
         value = given.get(key)
         if is_open(value):

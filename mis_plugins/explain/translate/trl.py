@@ -79,7 +79,7 @@ UNSERVED = {
 }
 """Keys of the loss that nothing here reads: TRL's default, and what another value does."""
 READ = (*KEYS, *OF_LOSS, *OWN_KEYS, *CLIPS, *UNSERVED)
-SETS = ("replace", "update", "dict")  # functions whose keywords may be those of a config that is there
+SETS = ("replace", "update", "dict")  # functions whose keywords may set keys of a config that exists
 SOURCES = {
     "weight.level": (MODE,),
     "weight.bound": (CORRECTION, MODE),

@@ -51,7 +51,7 @@ REFUSALS = (
         scored=True,
     ),
 )
-"""Arguments of every host under which versions would say something else."""
+"""Arguments of every host under which versions would be wrong."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def carry_versions(args: Any) -> None:
     It replaces the two names, once a process; not for a critic, which no weight corrects.
 
     Raises:
-        ConfigError: versions are not carried on this host, an argument under which they would say something else,
+        ConfigError: versions are not carried on this host, an argument would make versions wrong,
             or the caller is not the host's trainer.
     """
     host = served(args, INIT)
@@ -180,7 +180,7 @@ def carry_versions(args: Any) -> None:
 
 
 def check(args: Any, of_host: Sequence[Refusal]) -> None:
-    """Refuse arguments under which versions, or what is recomputed, would say something else."""
+    """Refuse arguments under which versions, or recomputed log-probs, would be wrong."""
     given, scored = view(args), recomputes(segment_wise(args))
     for refusal in (*REFUSALS, *of_host):
         if refusal.when(given) and (scored or not refusal.scored):
@@ -215,7 +215,7 @@ def _with_columns(get_batch: Callable[..., Any], carrying: Carrying) -> Callable
 
 
 def _heads(notes: Sequence[Note]) -> dict[str, Sequence[Tensor]]:
-    """The engine's likeliest tokens of whole responses, on the CPU: the loss hook moves those of its own tokens."""
+    """The engine's likeliest tokens of whole responses, on the CPU: the loss hook moves what its own tokens need."""
     named = [heads.unpacked(note.more, len(note.versions)) for note in notes]
     return {name: [head[name] for head in named] for name in (named[0] if named else ())}
 

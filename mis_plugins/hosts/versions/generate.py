@@ -155,7 +155,7 @@ def _asking(k: int) -> Iterator[None]:
 
 
 def _continue(sample: Any, before: int, meta_info: Mapping[str, Any]) -> None:
-    """Name the versions of the tokens from `before` on behind those of the calls before."""
+    """Add the versions of the tokens from `before` on to the versions of earlier calls."""
     new = written_by(spans(meta_info, sample.response_length - before))
     earlier = getattr(sample, VERSIONS, []) if before else []
     if not before or not NUMBERING.known(sample):

@@ -26,7 +26,7 @@ from mis_plugins.shared.budget import INFLATED, ITEMS, LINE, Clock, RecordError
 from mis_plugins.shared.opened import Opened, reason
 
 GZIP, ZSTD = b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd"  # the first bytes
-Lines = io.BufferedIOBase  # what every file and what unpacks it is, opened for reading bytes
+Lines = io.BufferedIOBase  # an opened file, or what unpacks it
 HEAD = 64  # lines in which a file shows what it is
 SKIPPED = 16  # budgets of one line: how far the end of an overlong line is looked for
 
@@ -104,7 +104,7 @@ def objects(path: Path, problems: Problems, head: bool = False) -> Iterator[tupl
 
 
 def _line(file: Lines) -> tuple[bytes, bool]:
-    """The next line, of which an overlong one is cut, and whether another may follow."""
+    """The next line, cut where it is overlong, and whether another may follow."""
     line = file.readline(int(LINE.base) + 1)
     if len(line) <= LINE.base:
         return line, bool(line)
@@ -224,7 +224,7 @@ class Problems:
             self.torn[str(file)] = None
 
     def first(self, most: int = MOST) -> list[Problem]:
-        """The first `most` of them, and how many more there are."""
+        """The first `most` problems, and how many more there are."""
         more = self.of_file.total() - min(most, len(self.kept))
         return [*self.kept[:most], *([Problem("", "", f"and {more} more")] if more > 0 else [])]
 
@@ -248,7 +248,7 @@ class Source:
 
     kind: the format, in words.
     records: yields what the files hold; a file that is broken is told to `Problems` and left out.
-    folders: those of several that hold parts of one rollout.
+    folders: the folders that hold parts of one rollout, where there are several.
     """
 
     kind: str

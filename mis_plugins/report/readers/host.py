@@ -73,7 +73,7 @@ def rollout_extra(content: Mapping[str, Any]) -> Extra:
 
 
 def _told(extra: Extra, index: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the rollout's dump tells of one sample: of those with its index and tokens, all that they agree on."""
+    """What the rollout's dump tells of one sample: all that its samples with equal index and tokens agree on."""
     tokens = _digest(sample.get("tokens"))
     alike = [row for row in extra.get(index, ()) if None in (tokens, row["tokens"]) or row["tokens"] == tokens]
     first, *others = alike or [{}]

@@ -59,7 +59,7 @@ def weights_told(
     if action not in (handover.DIGESTS, handover.VALUES):
         return original(checker, action, allow_quant_error, skip_tensor_list, role=role)
     held = checker._get_model().state_dict()  # parameters and persistent buffers; rope's tables are neither
-    checksums = handover.told(held, action, skip_tensor_list or ())
+    checksums = handover.texts_of(held, action, skip_tensor_list or ())
     parallelism = checker._parallelism_info(role=role).model_dump()
     return {"checksums": checksums, "per_gpu_checksum": "", "parallelism_info": parallelism}
 

@@ -30,7 +30,7 @@ from true_on_policy.kernels.probes import Product, aten_failures, digest, linear
 from true_on_policy.kernels.provider import counted
 from true_on_policy.observe.dumps import Dump, this_process
 from true_on_policy.observe.dumps import write as write_dump
-from true_on_policy.observe.process import KERNELS, LOOKS, PRODUCTS, Look, Observation, found, looked
+from true_on_policy.observe.process import KERNELS, LOOKS, PRODUCTS, Look, Observation, first_failure, looked
 
 # After this method SGLang 0.5.17 to 0.5.23 have kernels, attention and cache in place, and no CUDA graph yet.
 TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
@@ -70,8 +70,8 @@ def observe(runner: Any) -> Observation:
     own = Shapes.of(size, ranks)
     looks: dict[str, Look] = LOOKS | {
         "device": lambda: where.type,
-        "TF32": lambda: found(precision.probe(where), "off"),
-        KERNELS: lambda: found(aten_failures(dtype, own, where), "batch-invariant"),
+        "TF32": lambda: first_failure(precision.probe(where), "off"),
+        KERNELS: lambda: first_failure(aten_failures(dtype, own, where), "batch-invariant"),
         PRODUCTS: lambda: digest(dtype, _products(runner.model, size), where),
         "tensor parallel": lambda: str(ranks),
         "attention": lambda: " and ".join(sorted({_attention(each) for each in _backends(runner)})),

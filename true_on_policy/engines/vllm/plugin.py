@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from true_on_policy.engines.handover import ASKED, FORKS, KEY, asked_for, ordered_norm, pin_as_asked, told
+from true_on_policy.engines.handover import ASKED, FORKS, KEY, asked_for, ordered_norm, pin_as_asked, texts_of
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -104,7 +104,7 @@ def weights_told(worker: Any, action: str, names: Sequence[str]) -> dict[str, An
     A weight that vLLM has packed for a CPU's kernels, and emptied, is told with the dtype `packed_bfloat16`.
     """
     held = dict(worker.get_model().named_parameters(remove_duplicate=False))
-    texts = told(held, action, names)
+    texts = texts_of(held, action, names)
     sizes, tensor = worker.parallel_config, worker.parallel_config.tensor_parallel_size
     place = {"tp_rank": worker.rank % tensor, "tp_size": tensor, "pp_size": sizes.pipeline_parallel_size,
              "dp_size": sizes.data_parallel_size}  # fmt: skip

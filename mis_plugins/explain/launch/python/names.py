@@ -186,7 +186,7 @@ def decorators(node: ast.FunctionDef) -> set[str]:
 
 
 def names_set(*nodes: ast.AST) -> list[str]:
-    """The names that some parts set, but for those that they only add to."""
+    """The names that some parts set; a name that they only add to is left out."""
     parts = [part for node in nodes for part in ast.walk(node)]
     added = {id(part.target) for part in parts if isinstance(part, ast.AugAssign)}
     stored = [part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store | ast.Del)
