@@ -364,7 +364,9 @@ def number(value: Any, path: str) -> float:
     except (TypeError, ValueError):
         raise ConfigError(f"{path}: got {shown(value)}; expected a number") from None
     except OverflowError:
-        raise ConfigError(f"{path}: got {shown(value)}; expected a number that a float of 32 bits holds in full") from None
+        raise ConfigError(
+            f"{path}: got {shown(value)}; expected a number that a float of 32 bits holds in full"
+        ) from None
 
 
 def suggest(name: str, names: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from mis_plugins.hosts.checks import REPLAY, Check, Given
+from mis_plugins.hosts.ownership import under_another_flag
 
 
 def _chunks_cut(given: Given) -> bool:
@@ -110,6 +111,12 @@ BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
 NOT_SKIPPED = ("rollout_data_postprocess_path", "custom_megatron_before_log_prob_hook_path", BEFORE_STEP)
 SESSIONS = "use_session_server"  # Miles's, of samples that an agent makes in several turns
 ABILITIES = (
+    Check(
+        ("file", "command"),
+        "hook under another flag",
+        lambda given: under_another_flag(given.args) is not None,
+        lambda given: str(under_another_flag(given.args)),
+    ),
     of_command(
         "hook never called",
         lambda given: bool(_never_called(given)),

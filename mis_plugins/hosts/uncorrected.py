@@ -17,6 +17,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, of_hooks, view
 from mis_plugins.errors import ConfigError, warn_once
 from mis_plugins.hosts.host import LOSS_HOOK, Ranks
+from mis_plugins.hosts.ownership import OURS
 from mis_plugins.hosts.registry import current
 
 
@@ -145,7 +146,6 @@ def _check_unchanged(args: View, name: str, keys: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------- asked for and not done
 
 STEP_HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
-OURS = ("mis_plugins.", "true_on_policy.")
 
 
 def asked_for(args: Any) -> CorrectionConfig | None:

@@ -87,7 +87,7 @@ NESTED = [
     ({"objective": {"tau_neg": 1.05}}, r"mis\.objective\.tau_neg: 1\.05 is of .*surrogate: sapo, beside .*: clip; a"),
     ({"objective": {"surrogate": "gmpo", "lambda_neg": 2}}, r"lambda_neg: 2 is of .*surrogate: vespo, beside .*: gmpo"),
     ({"objective": {"surrogate": ["sapo", "gmpo"]}}, r"mis\.objective\.surrogate: got \['sapo', 'gmpo'\]; choose one"),
-    ({"objective": {"surrogate": "sapo", "tau_pos": 0}}, r"mis\.objective\.tau_pos: got 0; give a number from 1e-06 to"),
+    ({"objective": {"surrogate": "sapo", "tau_pos": 0}}, r"mis\.objective\.tau_pos: got 0; give a number from 1e-06"),
     ({"objective": {"surrogate": "sapo", "tau_neg": 1e-30}}, r"tau_neg: got 1e-30; give a number from 1e-06 to 1e\+06"),
     ({"objective": {"surrogate": "vespo", "k_neg": float("inf")}}, r"mis\.objective\.k_neg: got inf; give a number"),
     ({"objective": {"kl_tau": -1}}, r"mis\.objective\.kl_tau: got -1; give a number from 0 to 1e\+06"),

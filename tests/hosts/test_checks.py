@@ -244,6 +244,8 @@ GROUP, LEAVE_ONE_OUT = ({**WEIGHT, "group_baseline": kind} for kind in ("grpo", 
 OTHER_SAMPLES = {"custom_convert_samples_to_train_data_path": "mine.convert"}
 # The check, who asks, the host's arguments, what `mis:` says (None: flat keys), the host, and a host without the fault.
 HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, str]] = [
+    *(("hook under another flag", hook, {"rollout_sample_filter_path": "mis_plugins.mis.report_step"}, WEIGHT, host, "")
+      for hook in ("file", "command") for host in MEGATRON),
     ("scope without rollout batch", "command", {}, ROLLOUT_MEAN, "unknown", "miles"),
     ("versions unknown", "command", {}, {"segment_wise": {"enabled": True}}, "unknown", "miles"),
     ("hook never called", "command", {"rollout_data_postprocess_path": "mine.hook"}, WEIGHT, "torchtitan", "miles"),
