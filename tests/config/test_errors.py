@@ -80,6 +80,9 @@ NESTED = [
     ({"weight": None, "m2_threshold": float("nan")}, r"mis\.m2_threshold: got nan; give a finite number above 0"),
     ({"weight": {"normalize": {"scope": "rollout", "over": "kept"}}, "m2_threshold": 0.04},
      r"mis\.weight\.normalize\.over: kept with .*scope: rollout is a mean over the rollout, and mis\.m2_threshold"),
+    *(({"weight": {"level": level, "normalize": {"scope": "rollout"}}, "m2_threshold": 0.04, "aggregate": "kept"},
+       r"mis\.aggregate: kept with .*scope: rollout is a mean over the rollout, and mis\.m2_threshold drops tokens of")
+      for level in ("segment", "sequence", "geometric")),
     # A config names one objective.
     ({"objective": {"surrogate": "sapo", "k_pos": 2}},
      r"mis\.objective\.k_pos: 2 is of mis\.objective\.surrogate: vespo, beside mis\.objective\.surrogate: sapo; a "
