@@ -48,11 +48,7 @@ class Hook(functools.partial[R]):
 
     def __init__(self, function: Callable[..., R]) -> None:
         functools.update_wrapper(self, function)
-
-    def __call__(self, *given: Any, **named: Any) -> R:
-        if misplaced := under_another_flag(given[0] if given else named.get("args")):
-            raise ConfigError(misplaced)
-        return super().__call__(*given, **named)
+        object.__setattr__(self, "__class__", Uncalled)
 
     def __reduce__(self) -> str:  # type: ignore[override]
         return self.func.__qualname__  # pickled by its dotted path, as a function is
@@ -62,6 +58,16 @@ class Hook(functools.partial[R]):
         """The class of our keys; None where no parser is loaded that would ask."""
         base = getattr(sys.modules.get(BASE[0]), BASE[1], None)
         return None if base is None else _inheriting(base)
+
+
+class Uncalled(Hook[R]):
+    """A hook before its first call, which looks for another flag; later calls cost no more than the function's."""
+
+    def __call__(self, *given: Any, **named: Any) -> R:
+        if misplaced := under_another_flag(given[0] if given else named.get("args")):
+            raise ConfigError(misplaced)
+        object.__setattr__(self, "__class__", Hook)
+        return self(*given, **named)
 
 
 def under_another_flag(args: Any) -> str | None:

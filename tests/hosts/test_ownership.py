@@ -156,7 +156,8 @@ def test_a_hook_under_another_flag_says_so_at_its_first_call(hook: ownership.Hoo
             spelled, right = (name.replace("_", "-") for name in (flag, own))
             told = f"^--{spelled} {path}: the host calls {hook.func.__name__} by --{right} alone; give it there"
             with pytest.raises(ConfigError, match=told):
-                hook(args=args, pg_loss=None) if by_name else hook(args, 3, None)
+                fresh = ownership.Hook(hook.func)
+                fresh(args=args, pg_loss=None) if by_name else fresh(args, 3, None)
 
 
 def test_config_check_says_which_parsers_ask(file: Path, capsys: pytest.CaptureFixture):
