@@ -299,6 +299,10 @@ def _settled(args: View, host: Host | None = None) -> Settled:
 def _settled_on_fsdp(args: View) -> Settled:
     from mis_plugins.hosts.adapters import miles_fsdp
 
+    if (host := current(args)).megatron:  # which divides otherwise, and whose groups the hook does not know
+        raise ConfigError(
+            f"compute_mis_weights_fsdp: {host.title} runs; give --custom-tis-function-path {host.tis_hook}"
+        )
     return _settled(args, miles_fsdp.HOST)
 
 

@@ -22,9 +22,11 @@ def _check_m2(config: CorrectionConfig, threshold: float) -> None:
     if not 0 < threshold < math.inf:
         raise ConfigError(f"{{m2_threshold}}: got {threshold:g}; give a finite number above 0")
     normalize = config.weight and config.weight.normalize
-    if normalize and (normalize.scope, normalize.over) == ("rollout", "kept"):
+    of_units = config.aggregate == "kept" and config.weight and config.weight.level != "token"
+    if normalize and normalize.scope == "rollout" and (normalize.over == "kept" or of_units):
+        key = "{weight.normalize.over}" if normalize.over == "kept" else "{aggregate}"
         raise ConfigError(
-            "{weight.normalize.over}: kept with {weight.normalize.scope}: rollout is a mean over the rollout, and "
+            f"{key}: kept with {{weight.normalize.scope}}: rollout is a mean over the rollout, and "
             "{m2_threshold} drops tokens of each micro-batch; use valid"
         )
 

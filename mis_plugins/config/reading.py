@@ -39,7 +39,7 @@ READ_KEYS = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", RE
 OWN_KEYS = READ_KEYS - {REJECTION}  # a host's own key may have the name of AReaL's block
 RULE_KEYS = ("rs_level", "rs_lower_bound", "rs_upper_bound")  # of the rule that `use_rs` or `use_mask` switches on
 MOST_ITEMS = 64  # of a list; each rule costs every step its time
-LARGEST_FLOAT = 3.4028234663852886e38  # of 32 bits, in which the hooks compute
+SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, 3.4028234663852886e38  # of 32 bits, in full, as the hooks compute
 
 
 def from_mapping(mapping: Any) -> CorrectionConfig:
@@ -353,13 +353,15 @@ def number(value: Any, path: str) -> float:
         if isinstance(value, bool) or "_" in str(value):
             raise TypeError
         converted = float(value)
-        if math.isfinite(converted) and abs(converted) > LARGEST_FLOAT:
+        if math.isfinite(converted) and converted and not SMALLEST_FLOAT <= abs(converted) <= LARGEST_FLOAT:
             raise OverflowError
         return converted
     except (TypeError, ValueError):
         raise ConfigError(f"{path}: got {shown(value)}; expected a number") from None
     except OverflowError:
-        raise ConfigError(f"{path}: got {shown(value)}; expected a number that a float of 32 bits can hold") from None
+        raise ConfigError(
+            f"{path}: got {shown(value)}; expected a number that a float of 32 bits holds in full"
+        ) from None
 
 
 def suggest(name: str, names: Iterable[str]) -> str:

@@ -35,7 +35,7 @@ MULTIPLIED = {"sum": "prod{} {}", "mean": "(prod{} {})^(1/n)"}  # ratios; other 
 AMONG: dict[Population | None, str] = {
     None: "",
     "valid": " (over all valid tokens)",
-    "kept": " (over the tokens that every rule over tokens keeps)",
+    "kept": " (over the tokens that smaller rules and bounds keep)",
 }
 
 
@@ -44,7 +44,7 @@ def formula(config: CorrectionConfig) -> list[str]:
     trainer = trainer_policy(config)
     lines = [f"r_t    = {trainer}(y_t) / mu(y_t)"]
     if config.aggregate == "kept":
-        lines.append("prod r = product over the tokens that every rule over tokens keeps, n of them")
+        lines.append("prod r = product over the tokens that smaller rules and bounds keep, n of them")
     if config.segment_wise and config.segment_wise.enabled:
         lines += _segment_wise(config.segment_wise)
     lines.append(f"w_t    = {_weight(config, trainer)}")
@@ -98,20 +98,12 @@ def _weight(config: CorrectionConfig, trainer: str) -> str:
     if weight is None:
         return " * ".join(factors) or "1"
     bounded = _bounded("q_t" if config.segment_wise_on else RATIO[weight.level], weight)
+    over_mean = f" / {mean_of(weight)}" if weight.normalize else ""
+    if (factors or over_mean) and not weight.record.weighs_outside:
+        bounded = f"({bounded})"
     if weight.level == "token":
-        return _over_mean(" * ".join([_grouped(bounded, weight) if factors else bounded, *factors]), weight)
-    return " * ".join([_over_mean(bounded, weight), *factors])
-
-
-def _grouped(bounded: str, weight: WeightConfig) -> str:
-    """The bounded weight as a factor of a product."""
-    return bounded if weight.record.weighs_outside else f"({bounded})"
-
-
-def _over_mean(bounded: str, weight: WeightConfig) -> str:
-    """The weight over its mean, where the config normalizes."""
-    mean = mean_of(weight)
-    return f"{_grouped(bounded, weight)} / {mean}" if mean else bounded
+        return " * ".join([bounded, *factors]) + over_mean
+    return " * ".join([bounded + over_mean, *factors])
 
 
 def mean_of(weight: WeightConfig) -> str:

@@ -96,6 +96,8 @@ def table(config: CorrectionConfig) -> str:
     text = _aligned(list(_token_rows(example))) + "\n\n" + _aligned(list(_sequence_rows(example)))
     if example.correction.mean_weight is not None:
         text += f"\n\nweights are divided by {_number(example.correction.mean_weight)}"
+    if config.denominator == "kept" and example.loss is not None:
+        text += "\n\nL is told times n / tokens kept of its sequence, because the host divides it by n"
     if config.center is not None:
         text += "\n\nL is told without its centering term, which reads the whole vocabulary"
     return text
@@ -129,7 +131,7 @@ def _token_rows(example: Example) -> Iterator[Row]:
         row = (LABELS[t], TURNS[t], f"{probabilities[t]:g}", f"{BEHAVIOR[t]:g}")
         row += (_number(correction.log_ratio[t].exp()),)
         row += (f"{CURRENT - VERSIONS[t]}", _number(correction.stage.weighed[t])) * aged
-        row += (_number(correction.loss_factor[t]), "yes" if example.keep[t] else "no")
+        row += (_number(correction.weights[t]), "yes" if example.keep[t] else "no")
         yield row + ((f"{ADVANTAGES[t]:g}", _number(example.loss[t])) if example.loss is not None else ())
 
 

@@ -38,8 +38,8 @@ OVER: dict[Over, str] = {
     "token": "tokens whose {statistic}",
     "sum": "{unit}s with a sum of {statistic} that",
     "mean": "{unit}s with a mean {statistic} that",
-    "min": "{unit}s with a token whose {statistic}",
-    "max": "{unit}s with a token whose {statistic}",
+    "min": "{unit}s whose smallest {statistic} of a token",
+    "max": "{unit}s whose largest {statistic} of a token",
 }
 OVER_MULTIPLIED = {
     "sum": "{unit}s whose {statistic} (product over tokens)",
@@ -48,7 +48,7 @@ OVER_MULTIPLIED = {
 AMONG: dict[Population | None, str] = {
     None: "",
     "valid": ", dropped tokens included",
-    "kept": ", tokens that a rule has dropped left out",
+    "kept": ", what smaller rules and bounds drop left out",
 }
 FRESH = {
     "proximal": "at ages 0 and 1, pi_old",
@@ -86,7 +86,7 @@ WHOSE_MEAN: dict[Scope, str] = {
         "on each data-parallel rank, so that mean and loss change with any of them; scope: rollout does not"
     ),
 }
-KEPT_AGGREGATE = "aggregate: what a sequence or segment adds up to leaves out the tokens that a rule has dropped"
+KEPT_AGGREGATE = "aggregate: what a sequence or segment adds up to leaves out what smaller rules and bounds drop"
 M2PO = (
     "m2_threshold: the tokens with the largest (log r)^2 of each micro-batch leave the loss, until the mean of the "
     "others is below {:g}"

@@ -140,6 +140,18 @@ def parameters(node: ast.AST) -> set[str] | None:
     return {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
 
 
+def required(node: ast.AST) -> tuple[set[str], set[str]]:
+    """Parameters without a default of a function or a class's `__init__`, `self` aside: by position, by keyword."""
+    if isinstance(node, ast.ClassDef) and (init := member(node, "__init__")) is not None:
+        return required(init)
+    if not isinstance(node, Function):
+        return set(), set()
+    by_place, keywords = [*node.args.posonlyargs, *node.args.args], node.args.kwonlyargs
+    bare = by_place[: len(by_place) - len(node.args.defaults)]
+    pairs = zip(keywords, node.args.kw_defaults, strict=True)
+    return {each.arg for each in bare} - {"self", "cls"}, {each.arg for each, default in pairs if default is None}
+
+
 def locals_of(node: ast.AST) -> set[str]:
     """Names that a function assigns."""
     names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
@@ -255,7 +267,15 @@ def _lacking(need: Need, address: Address, node: ast.AST) -> str | None:
         "keyword": [name for name in need.hands if name not in handed_on(node, need.hands)],
     }
     phrases = [f"no {kind} {', '.join(names)}" for kind, names in lacks.items() if names]
+    phrases += [f"a new parameter {name}, which no hook of ours gives" for name in _new(need, node)]
     return f"{address}: {'; '.join(phrases)}" if phrases else None
+
+
+def _new(need: Need, node: ast.AST) -> Sequence[str]:
+    """The parameters without a default that a hook which calls the function leaves out."""
+    by_place, by_keyword = required(node)
+    harmful = {"none": by_place | by_keyword, "keywords": by_place, "all": set()}[need.unasked]
+    return sorted(harmful.difference(need.parameters))
 
 
 # ----------------------------------------------------------------------------------------------------- the command

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from mis_plugins.config.view import view
+from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.checks import REPLAY, Check, Given
+from mis_plugins.hosts.ownership import under_another_flag
+from mis_plugins.hosts.uncorrected import with_flags
 
 
 def _chunks_cut(given: Given) -> bool:
@@ -107,9 +111,35 @@ def _never_called(given: Given) -> list[str]:
 
 
 BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
+BY_DEFAULT = {"advantage_estimator": "grpo", "use_rollout_logprobs": False, "opsm_delta": 1e-4}  # of every host
+
+
+def _against_flags(given: Given) -> str | None:
+    """What the loss hook would raise at its first call: a flag that contradicts the config; None where none does."""
+    if not given.in_loss_hook or given.watches or given.get("use_tis") is False:
+        return None
+    try:
+        with_flags(view({**BY_DEFAULT, **given.args}), given.config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 NOT_SKIPPED = ("rollout_data_postprocess_path", "custom_megatron_before_log_prob_hook_path", BEFORE_STEP)
 SESSIONS = "use_session_server"  # Miles's, of samples that an agent makes in several turns
 ABILITIES = (
+    Check(
+        ("file", "command"),
+        "hook under another flag",
+        lambda given: under_another_flag(given.args) is not None,
+        lambda given: str(under_another_flag(given.args)),
+    ),
+    Check(
+        ("file", "command"),
+        "flags of another objective",
+        lambda given: _against_flags(given) is not None,
+        lambda given: str(_against_flags(given)),
+    ),
     of_command(
         "hook never called",
         lambda given: bool(_never_called(given)),

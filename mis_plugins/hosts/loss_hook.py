@@ -5,15 +5,13 @@ What the host's flags say of the policy loss completes the config: objective, OP
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from mis_plugins.config import reading
 from mis_plugins.config.flat import spelled
-from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, OpsmConfig
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError
@@ -89,55 +87,12 @@ def config_in_force(args: Any, config: CorrectionConfig, host: Host, versions_kn
         ConfigError: it quotes the setting and the flag.
     """
     config = uncorrected.for_loss_hook(args, config)
-    asked, opsm = config.objective, config.opsm
-    objective = _objective(args, asked)
-    if getattr(args, "use_opsm", False):
-        if opsm is not None:
-            raise ConfigError("--use-opsm and mis.opsm are both set; keep one of them")
-        with spelled(delta="--opsm-delta"):
-            opsm = OpsmConfig(_number(args, "opsm_delta"), reference=objective.old)
-    try:
-        config = dataclasses.replace(config, objective=objective, opsm=opsm)
-    except ConfigError as error:
-        by_flag = args.use_rollout_logprobs and not asked
-        implied = " (--use-rollout-logprobs means mis.objective.old: behavior)" if by_flag else ""
-        raise ConfigError(error.template + implied).spelled(reading.spelling(args), "mis.") from None
+    for name in ("unbiased_kl", "weigh_kl"):
+        if getattr(config.objective, name, False) and not getattr(args, "use_kl_loss", False):
+            raise ConfigError(f"mis.objective.{name}: true has no effect without --use-kl-loss")
+    config = uncorrected.with_flags(args, config)
     checks.run("loss", args, config, host)
     return config.where_versions_are_known() if versions_known else config
-
-
-# A host's flag, whether it is set, and the fields of the objective that it decides.
-IMPLIED: tuple[tuple[str, Callable[[Any], bool], dict[str, Any]], ...] = (
-    (
-        "--advantage-estimator gspo",
-        lambda args: args.advantage_estimator == "gspo",
-        {"surrogate": "clip", "ratio": "sequence"},
-    ),
-    ("--advantage-estimator cispo", lambda args: args.advantage_estimator == "cispo", {"surrogate": "cispo"}),
-    ("--use-rollout-logprobs", lambda args: args.use_rollout_logprobs, {"old": "behavior"}),
-    ("--use-unbiased-kl", lambda args: getattr(args, "use_unbiased_kl", False), {"unbiased_kl": True}),
-)
-
-
-def _objective(args: Any, asked: ObjectiveConfig | None) -> ObjectiveConfig:
-    implied = [(flag, fields) for flag, is_set, fields in IMPLIED if is_set(args)]
-    if asked is None:
-        return ObjectiveConfig(**{name: value for _, fields in implied for name, value in fields.items()})
-    for flag, fields in implied:
-        for name, value in fields.items():
-            if getattr(asked, name) != value:
-                raise ConfigError(
-                    f"mis.objective.{name}: {_yaml(getattr(asked, name))} contradicts {flag}, which means "
-                    f"{name}: {_yaml(value)}; change one of them"
-                )
-    for name in ("unbiased_kl", "weigh_kl"):
-        if getattr(asked, name) and not getattr(args, "use_kl_loss", False):
-            raise ConfigError(f"mis.objective.{name}: true has no effect without --use-kl-loss")
-    return asked
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _number(args: Any, name: str) -> float:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from mis_plugins.errors import MisError
 
@@ -71,6 +71,8 @@ class Need:
     holds: local variables that a hook reads in the function's frame.
     hands: keywords that the function hands on to a hook of ours.
     ran: the place in `at` of the address that our own runs used.
+    unasked: which further parameters without a default do no harm: `none` where a hook calls the function, `keywords`
+        where it calls it with `more_of`, `all` where it reads the frame, or hands on what it is called with.
     """
 
     host: str
@@ -81,6 +83,7 @@ class Need:
     holds: tuple[str, ...] = ()
     hands: tuple[str, ...] = ()
     ran: int = -1
+    unasked: Literal["none", "keywords", "all"] = "none"
 
     @property
     def addresses(self) -> tuple[Address, ...]:
@@ -142,13 +145,13 @@ class Need:
         )
 
 
-def asked(what: str, hooks: tuple[str, ...], takes: str = "", holds: str = "", hands: str = "") -> Need:
+def asked(what: str, hooks: tuple[str, ...], takes: str = "", holds: str = "", hands: str = "", **more: Any) -> Need:
     """A need at no address yet; names of parameters, variables and keywords stand in one text each."""
-    return Need("", what, hooks, (), tuple(takes.split()), tuple(holds.split()), tuple(hands.split()))
+    return Need("", what, hooks, (), tuple(takes.split()), tuple(holds.split()), tuple(hands.split()), **more)
 
 
 ASKED = {
-    "tis_call": asked("the call of the TIS hook", TIS_HOOK, hands=HANDED),
+    "tis_call": asked("the call of the TIS hook", TIS_HOOK, hands=HANDED, unasked="all"),
     "tracking": asked("its tracker", STEP, "args metrics step_key"),
     "scores": asked("log-probs of the sampled tokens", LOSS, f"logits args {SEQUENCES} with_entropy"),
     "own_loss": asked("its policy loss", BITWISE_LOSS, "args batch logits sum_of_sample_mean"),
@@ -158,16 +161,17 @@ ASKED = {
         (*ROLLOUT, *CARRY),
         "self rollout_id rollout_data",
         holds="data_iterator num_microbatches",
+        unasked="all",
     ),
     "log_prob_pass": asked(
         "the trainer's log-prob pass", (*ROLLOUT, *CARRY), "self data_iterator num_microbatches store_prefix"
     ),
     "routing_replay": asked("the replay of routes", ROUTES),
-    "init": asked("the frame of the trainer that calls the init hook", CARRY, "self args role"),
+    "init": asked("the frame of the trainer that calls the init hook", CARRY, "self args role", unasked="all"),
     "weight_version": asked("the version of the trainer's weights", CARRY),
     "active_model": asked("the tag of the weights in use", CARRY),
     "switch_model": asked("the switch of weights", CARRY, "self target_tag"),
-    "get_batch": asked("the micro-batch of a train step", CARRY, "data_iterator keys"),
+    "get_batch": asked("the micro-batch of a train step", CARRY, "data_iterator keys", unasked="all"),
     "iterator": asked("its iterator over micro-batches", CARRY, "rollout_data micro_batch_indices"),
     "conversion": asked("its conversion of samples to train data", CONVERT),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ Cause = Literal[
     "absent",
     "of other tokens",
 ]
+
+LONGEST = 1 << 24
+"""Tokens of the longest response; a host makes lists of as many entries as a sample says that it has tokens."""
+
 NAMED = 10
 """How many dropped samples of one rollout are named in the log, before their total."""
 UNSAMPLED = 0.0
@@ -211,8 +216,11 @@ def _in_loss(sample: Any) -> list[bool]:
 
 
 def _is_count(entry: Any) -> bool:
-    """Whether a sample's response_length is a whole number from 0 on."""
-    return hasattr(entry, "__index__") and entry >= 0
+    """Whether a sample's response_length is a whole number from 0 on, of tokens that a list can hold."""
+    try:
+        return 0 <= operator.index(entry) <= LONGEST
+    except TypeError:
+        return False
 
 
 def _is_weight(entry: Any) -> bool:

@@ -24,6 +24,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,6 +162,7 @@ class Recorder:
     rollout: the rollout of the last call of `check_rollout`.
     ran_in_rollout: whether a hook of ours ran since that call.
     warned: names of warnings that are not given again.
+    lock: held while a micro-batch is added, since threads of one process may train.
     """
 
     step: tuple[int, int] | None = None
@@ -172,6 +174,7 @@ class Recorder:
     rollout: int | None = None
     ran_in_rollout: bool = False
     warned: set[str] = field(default_factory=set)
+    lock: Lock = field(default_factory=Lock, repr=False)
 
     def record(
         self,
@@ -197,11 +200,12 @@ class Recorder:
         if self.step is None:
             _uncorrected().check_step_hook(config)
         added = self._partials(correction, pg_loss, written)
-        if added is not None:
-            ages = _ages(correction, written, numerator) if self.reports_weights(config) else None
-            self._add(Recorded(config, ranks, added, ages))
-        if self.step is None:
-            self._poll()
+        with self.lock:
+            if added is not None:
+                ages = _ages(correction, written, numerator) if self.reports_weights(config) else None
+                self._add(Recorded(config, ranks, added, ages))
+            if self.step is None:
+                self._poll()
 
     def reports_weights(self, config: CorrectionConfig) -> bool:
         """Whether the weights of what is recorded now will be logged by age, where the host knows versions."""

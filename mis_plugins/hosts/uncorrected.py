@@ -1,4 +1,4 @@
-"""Runs that are not corrected: because they only watch, or because no hook makes the correction that they ask for.
+"""What the loss hook applies of a config, and runs that are not corrected: by choice, or for want of a hook.
 
 A run that watches computes metrics, and its loss is the host's own. The loss hook needs no `--use-tis`, and the
 argument is false by default, so that its value does not tell what the user wants. The hook looks for `use_tis: false`
@@ -7,16 +7,18 @@ in the config file that the host has read. A run does not get its correction whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mis_plugins.config import messages, reading
 from mis_plugins.config.file import short
-from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.flat import spelled
+from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, OpsmConfig
 from mis_plugins.config.view import View, of_hooks, view
 from mis_plugins.errors import ConfigError, warn_once
 from mis_plugins.hosts.host import LOSS_HOOK, Ranks
+from mis_plugins.hosts.ownership import OURS
 from mis_plugins.hosts.registry import current
 
 
@@ -63,6 +65,58 @@ def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:
         raise ConfigError(f"{', '.join(idle)}: no effect without a tis_upper_bound; give one (mis.yaml has 2.0)")
     _warn_where_nothing_is_said(view(args))
     return config
+
+
+# A host's flag, whether it is set, and the fields of the objective that it decides.
+IMPLIED: tuple[tuple[str, Callable[[Any], bool], dict[str, Any]], ...] = (
+    (
+        "--advantage-estimator gspo",
+        lambda args: args.advantage_estimator == "gspo",
+        {"surrogate": "clip", "ratio": "sequence"},
+    ),
+    ("--advantage-estimator cispo", lambda args: args.advantage_estimator == "cispo", {"surrogate": "cispo"}),
+    ("--use-rollout-logprobs", lambda args: args.use_rollout_logprobs, {"old": "behavior"}),
+    ("--use-unbiased-kl", lambda args: getattr(args, "use_unbiased_kl", False), {"unbiased_kl": True}),
+)
+
+
+def with_flags(args: Any, config: CorrectionConfig) -> CorrectionConfig:
+    """The config with the objective and OPSM that the host's flags say where the user says none.
+
+    Raises:
+        ConfigError: a setting and a flag contradict each other; the error quotes both.
+    """
+    asked, opsm = config.objective, config.opsm
+    objective = _objective(args, asked)
+    if getattr(args, "use_opsm", False):
+        if opsm is not None:
+            raise ConfigError("--use-opsm and mis.opsm are both set; keep one of them")
+        with spelled(delta="--opsm-delta"):
+            opsm = OpsmConfig(reading.number(args.opsm_delta, "--opsm-delta"), reference=objective.old)
+    try:
+        return replace(config, objective=objective, opsm=opsm)
+    except ConfigError as error:
+        by_flag = args.use_rollout_logprobs and not asked
+        implied = " (--use-rollout-logprobs means mis.objective.old: behavior)" if by_flag else ""
+        raise ConfigError(error.template + implied).spelled(reading.spelling(args), "mis.") from None
+
+
+def _objective(args: Any, asked: ObjectiveConfig | None) -> ObjectiveConfig:
+    implied = [(flag, fields) for flag, is_set, fields in IMPLIED if is_set(args)]
+    if asked is None:
+        return ObjectiveConfig(**{name: value for _, fields in implied for name, value in fields.items()})
+    for flag, fields in implied:
+        for name, value in fields.items():
+            if getattr(asked, name) != value:
+                raise ConfigError(
+                    f"mis.objective.{name}: {_yaml(getattr(asked, name))} contradicts {flag}, which means "
+                    f"{name}: {_yaml(value)}; change one of them"
+                )
+    return asked
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _flat_keys(args: View) -> list[str]:
@@ -141,7 +195,6 @@ def _check_unchanged(args: View, name: str, keys: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------- asked for and not done
 
 STEP_HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
-OURS = ("mis_plugins.", "true_on_policy.")
 
 
 def asked_for(args: Any) -> CorrectionConfig | None:

@@ -21,6 +21,10 @@ NESTED = [
     ({"weight": {"bound": "clip", "lower": 0.9999999999, "upper": 1.0000000001}},
      r"mis\.weight\.lower: 1 is not below mis\.weight\.upper: 1 in a float of 32 bits"),
     ({"weight": None, "reject": [{"over": "token", "upper": 2, "down_weigh": 0.9999999999}]}, r"down_weigh: got 1"),
+    *(({"weight": None, **within(size)}, r"expected a number that a float of 32 bits holds in full")
+      for size in ("1e-50", 1e-40, 1e39, -1e39, 10**400) for within in (
+          lambda size: {"opsm": {"delta": size}}, lambda size: {"m2_threshold": size},
+          lambda size: {"reject": [{"statistic": "k3", "lower": size}]}, lambda size: {"keep_floor": size})),
     ({"reference": "target"}, r"^mis\.reference: target is refused: .* pi_theta\^2 / \(pi_old mu\)"),
     ({"segment_wise": {"reference": "target"}}, r"^mis\.segment_wise\.reference: target .*pi_theta\^2"),
     ({"weight": {"reference": "behavior"}}, r"mis\.weight\.reference: unknown key"),
@@ -76,6 +80,9 @@ NESTED = [
     ({"weight": None, "m2_threshold": float("nan")}, r"mis\.m2_threshold: got nan; give a finite number above 0"),
     ({"weight": {"normalize": {"scope": "rollout", "over": "kept"}}, "m2_threshold": 0.04},
      r"mis\.weight\.normalize\.over: kept with .*scope: rollout is a mean over the rollout, and mis\.m2_threshold"),
+    *(({"weight": {"level": level, "normalize": {"scope": "rollout"}}, "m2_threshold": 0.04, "aggregate": "kept"},
+       r"mis\.aggregate: kept with .*scope: rollout is a mean over the rollout, and mis\.m2_threshold drops tokens of")
+      for level in ("segment", "sequence", "geometric")),
     # A config names one objective.
     ({"objective": {"surrogate": "sapo", "k_pos": 2}},
      r"mis\.objective\.k_pos: 2 is of mis\.objective\.surrogate: vespo, beside mis\.objective\.surrogate: sapo; a "
@@ -83,9 +90,11 @@ NESTED = [
     ({"objective": {"tau_neg": 1.05}}, r"mis\.objective\.tau_neg: 1\.05 is of .*surrogate: sapo, beside .*: clip; a"),
     ({"objective": {"surrogate": "gmpo", "lambda_neg": 2}}, r"lambda_neg: 2 is of .*surrogate: vespo, beside .*: gmpo"),
     ({"objective": {"surrogate": ["sapo", "gmpo"]}}, r"mis\.objective\.surrogate: got \['sapo', 'gmpo'\]; choose one"),
-    ({"objective": {"surrogate": "sapo", "tau_pos": 0}}, r"mis\.objective\.tau_pos: got 0; give a finite number above"),
-    ({"objective": {"surrogate": "vespo", "k_neg": float("inf")}}, r"mis\.objective\.k_neg: got inf; give a finite"),
-    ({"objective": {"kl_tau": -1}}, r"mis\.objective\.kl_tau: got -1; give a finite number, at least 0"),
+    ({"objective": {"surrogate": "sapo", "tau_pos": 0}}, r"mis\.objective\.tau_pos: got 0; give a number from 1e-06"),
+    ({"objective": {"surrogate": "sapo", "tau_neg": 1e-30}}, r"tau_neg: got 1e-30; give a number from 1e-06 to 1e\+06"),
+    ({"objective": {"surrogate": "vespo", "k_neg": float("inf")}}, r"mis\.objective\.k_neg: got inf; give a number"),
+    ({"objective": {"kl_tau": -1}}, r"mis\.objective\.kl_tau: got -1; give a number from 0 to 1e\+06"),
+    ({"objective": {"kl_tau": 3e38}}, r"mis\.objective\.kl_tau: got 3e\+38; give a number from 0 to 1e\+06"),
     ({"objective": {"kl_tau": 0.1, "ratio": "sequence"}},
      r"mis\.objective\.kl_tau: 0\.1 penalizes the ratio of a token, and mis\.objective\.ratio: sequence has none"),
     ({"objective": {"kl_tau": 0.1, "surrogate": "gmpo"}}, r"kl_tau: 0\.1 .*, and mis\.objective\.surrogate: gmpo has"),
@@ -144,7 +153,7 @@ NESTED = [
      r"^mis\.segment_wise\.too_old: got 'error'; choose one of raise, drop"),
     ({"segment_wise": {"weight_cap": "high"}}, r"^mis\.segment_wise\.weight_cap: got 'high'; expected a number"),
     ({"segment_wise": {"weight_cap": 0}}, r"^mis\.segment_wise\.weight_cap: got 0; every ratio is above 0"),
-    ({"weight": {"upper": 1e-46}}, r"^mis\.weight\.upper: got 1e-46; every ratio is above 0"),
+    ({"weight": {"upper": 1e-46}}, r"^mis\.weight\.upper: got 1e-46; expected a number that a float"),
     ({"segment_wise": {"mode": "clip", "weight_floor": 6}},
      r"^mis\.segment_wise\.weight_floor: 6 is not below mis\.segment_wise\.weight_cap: 5"),
     ({"segment_wise": {"weight_floor": 0.2}},

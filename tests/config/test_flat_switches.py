@@ -64,11 +64,12 @@ def test_masked_tokens_get_no_gradient_and_the_batch_keeps_its_structure(hook: s
     function, kept = HOOKS[hook]
     kwargs = batch.hook_kwargs()
     loss_in = kwargs["pg_loss"]
-    loss, masks, _ = function(host_args(**FLAT, use_mask=True), **kwargs)
+    backend = {"train_backend": "fsdp" if hook == "fsdp" else "megatron"}
+    loss, masks, _ = function(host_args(**FLAT, **backend, use_mask=True), **kwargs)
     assert [mask.tolist() for mask in masks] == [[1, 0, 1], [1]]
     applied = torch.tensor([0.9 * kept, 0.0, 1.1 * kept, 1.2])
     torch.testing.assert_close(loss, loss_in * applied)
-    dropped, masks, _ = function(host_args(**FLAT, use_rs=True), **batch.hook_kwargs())
+    dropped, masks, _ = function(host_args(**FLAT, **backend, use_rs=True), **batch.hook_kwargs())
     assert [mask.tolist() for mask in masks] == [[1, 0, 1], [1]]
     torch.testing.assert_close(dropped, loss_in * torch.tensor([0.9, 0.0, 1.1, 1.2]))
 

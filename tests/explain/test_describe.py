@@ -164,6 +164,10 @@ SAID = [
     (DOWN_WEIGHED, "down-weigh: tokens whose number of layers with other experts than the engine's is above 0.5: 0.1 "
      "times their weight, and they stay in the loss mask", "reject:"),
     (DOWN_WEIGHED, "watch_routes", "all rejected"),
+    ({"weight": None, "reject": [{"over": "min", "upper": 2}]}, "reject: sequences whose smallest ratio of a token is "
+     "above 2", ""),
+    ({"weight": None, "reject": [{"over": "max", "lower": 0.5, "unit": "segment"}]}, "reject: segments whose largest "
+     "ratio of a token is below 0.5", ""),
     (STOPPING, "stops the job at the next optimizer step", ""),
     (STOPPING, "less than 25% of its tokens", ""),
     ({"weight": {}}, "", "all rejected"),
@@ -305,6 +309,17 @@ def test_show_prints_what_was_computed(name: str, capsys: pytest.CaptureFixture)
         ]
         if worked.loss is not None:
             assert row[-1] == f"{worked.loss[t]:.4f}"
+
+
+@pytest.mark.parametrize("objective", [{}, {"objective": {}}])
+def test_the_weight_in_the_table_is_that_of_the_formula(objective: dict):
+    """Whatever the loss is divided by: 0.4 within a cap of 2, and not 0.6 of two tokens in the place of three."""
+    table = six_tokens.table(from_mapping({**KEPT, "weight": {"upper": 2}, **objective}))
+    assert [line.split()[5] for line in table.splitlines() if line.split()[:1] in (["A1"], ["A4"])] == [
+        "0.4000",
+        "2.0000",
+    ]
+    assert ("L is told times n / tokens kept of its sequence" in table) == bool(objective)
 
 
 def test_scope_rollout_is_the_mean_of_the_six():

@@ -17,6 +17,8 @@ from mis_plugins.hosts.registry import every_host
 
 RAN, NEWEST = None, 0
 LOSSES = "miles/backends/training_utils/loss_hub/losses.py"
+ACTOR = "miles/backends/megatron_utils/actor.py"
+DATA, PARALLEL = (f"miles/backends/training_utils/{name}.py" for name in ("data", "parallel"))
 ENDPOINT = "miles/rollout/generate_utils/generate_endpoint_utils.py"
 
 
@@ -80,12 +82,18 @@ def test_a_checkout_whose_modules_moved_is_served(tmp_path: Path, capsys: pytest
         (LOSSES, "'parallel_state': 0, ", "}, {'parallel_state': 0, ", "no keyword"),
         (ENDPOINT, "def compute_routing", "if TYPE_CHECKING:\n  def compute_routing", "_routing_headers: not there"),
         (ENDPOINT, "args, input_ids", "args, ids", "no parameter input_ids"),
-        ("miles/backends/megatron_utils/actor.py", "data_iterator = 0", "pass", "no variable data_iterator"),
+        (ENDPOINT, "_headers(args, sample)", "_headers(args, sample, worker)", "a new parameter worker, which no hook"),
+        (ENDPOINT, "_headers(args, sample)", "_headers(args, sample, *, a=0, worker)", "a new parameter worker, which"),
+        (ENDPOINT, "multimodal_inputs)", "multimodal_inputs, worker, **rest)", "a new parameter worker, which no hook"),
+        (ACTOR, "store_prefix, ", "store_prefix, witness, ", "compute_log_prob: a new parameter witness, which no"),
+        (DATA, "def DataIterator(", "class DataIterator:\n  def __init__(self, pad, ", "a new parameter pad, which no"),
+        (PARALLEL, "_state()", "_state(cell)", "get_parallel_state: a new parameter cell, which no hook of ours gives"),
+        (ACTOR, "data_iterator = 0", "pass", "no variable data_iterator"),
         ("miles/utils/replay_base.py", "def routing", "def (", ":all_replay_managers: not there"),
         ("miles/arguments.py", "'--use-tis'", "", "--use-tis: given in scripts/run-"),
     ],
 )  # fmt: skip
-def test_what_a_hook_would_fail_without_is_named(
+def test_what_a_hook_would_fail_without_or_at_is_named(
     file: str, was: str, becomes: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = write(tmp_path, MILES, RAN)
@@ -94,6 +102,28 @@ def test_what_a_hook_would_fail_without_is_named(
     (root / file).write_text(source.replace(was, becomes))
     code, text = told(capsys, root)
     assert code == 2 and found in text
+
+
+@pytest.mark.parametrize(
+    ("file", "was", "becomes"),
+    [
+        (ENDPOINT, "_headers(args, sample)", "_headers(args, sample, worker=None, *more, of=None, **rest)"),
+        (ENDPOINT, "multimodal_inputs)", "multimodal_inputs, *, worker)"),  # given by name, by `more_of`
+        (ACTOR, "rollout_id, rollout_data", "rollout_id, rollout_data, witness, *, attempt"),
+        (ACTOR, "self, args, role", "self, args, role, cell"),
+        ("miles/backends/megatron_utils/model.py", "data_iterator, keys", "data_iterator, keys, pad"),
+        (LOSSES, "args, batch", "args, state, batch"),
+    ],
+)
+def test_a_new_parameter_that_no_hook_has_to_give(
+    file: str, was: str, becomes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write(tmp_path, MILES, RAN)
+    source = (root / file).read_text()
+    assert was in source
+    (root / file).write_text(source.replace(was, becomes))
+    # The loss hook of `true_on_policy` alone calls the host's loss; the TIS hook is called from within it.
+    assert told(capsys, root)[1].count("MISSING") == (file == LOSSES)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Settings that spoil a replay of routes, or a correction, are told before the job starts."""
 
+import itertools
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts import checks
+from mis_plugins.hosts import checks, loss_hook
 from mis_plugins.hosts import routing as hooks
 from mis_plugins.hosts.arguments import kinds
 from mis_plugins.hosts.checks import Check, Given, every_check
@@ -244,6 +245,11 @@ GROUP, LEAVE_ONE_OUT = ({**WEIGHT, "group_baseline": kind} for kind in ("grpo", 
 OTHER_SAMPLES = {"custom_convert_samples_to_train_data_path": "mine.convert"}
 # The check, who asks, the host's arguments, what `mis:` says (None: flat keys), the host, and a host without the fault.
 HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, str]] = [
+    *(("hook under another flag", hook, {"rollout_sample_filter_path": "mis_plugins.mis.report_step"}, WEIGHT, host, "")
+      for hook in ("file", "command") for host in MEGATRON),
+    ("flags of another objective", "command", {"advantage_estimator": "gspo"}, {"objective": {"surrogate": "sapo"}},
+     "miles", ""),
+    ("flags of another objective", "file", {"use_opsm": True}, OPSM, "slime", ""),
     ("scope without rollout batch", "command", {}, ROLLOUT_MEAN, "unknown", "miles"),
     ("versions unknown", "command", {}, {"segment_wise": {"enabled": True}}, "unknown", "miles"),
     ("hook never called", "command", {"rollout_data_postprocess_path": "mine.hook"}, WEIGHT, "torchtitan", "miles"),
@@ -292,6 +298,34 @@ def test_a_check_holds(name: str, hook: checks.Hook, args: dict[str, Any], mis: 
     assert name in names(hook, args, mis, host)
     assert not safe or name not in names(hook, args, mis, safe)
     assert not args or name not in names(hook, {}, mis, host)
+
+
+FLAGS: dict[str, Any] = {
+    "use_tis": True, "get_mismatch_metrics": True, "use_rollout_logprobs": True, "use_opsm": True,
+    "advantage_estimator": "gspo", "use_unbiased_kl": True, "calculate_per_token_loss": True,
+}  # fmt: skip
+OF_LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "mis_plugins.mis.policy_loss", "use_kl_loss": True}
+
+
+@pytest.mark.parametrize("flags", [*itertools.combinations(FLAGS, 1), *itertools.combinations(FLAGS, 2)])
+@pytest.mark.parametrize("mis", [WEIGHT, KEPT, BYPASS, REINFORCE, OPSM, {"objective": {"unbiased_kl": True}},
+                                 {**WEIGHT, "objective": {"surrogate": "cispo"}}, {"segment_wise": {}}])  # fmt: skip
+def test_config_check_refuses_what_the_loss_hook_would(mis: dict[str, Any], flags: tuple[str, ...]):
+    """With the words of the hook, of which a launch script has all arguments."""
+    given = {**OF_LOSS, "mis": mis, **{flag: FLAGS[flag] for flag in flags}}
+    unset = {"use_tis": False, "use_rollout_logprobs": False, "advantage_estimator": "grpo", "opsm_delta": 1e-4}
+    config, host = from_mapping(mis), every_host()["slime"]
+    calls = (
+        lambda: checks.refuse("command", given, config, host),
+        lambda: loss_hook.config_in_force(view(Namespace(**unset | given)), config, host),
+    )
+    told = []
+    for call in calls:
+        try:
+            told.append(str(call() and None))
+        except ConfigError as error:
+            told.append(str(error))
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize(("host", "offers"), [("vime", True), ("fsdp", False)])

@@ -108,6 +108,15 @@ def test_the_loss_is_corrected(host: Bodies, hook: dict[str, Any]) -> None:
     assert all(any(name.startswith("mis_") for name in told) for _, told in outcomes)
 
 
+def test_the_hook_of_fsdp_is_refused_on_megatron(host: Bodies) -> None:
+    """It would take a rank for the whole job, and scale the loss for a host that divides by the kept tokens."""
+    told = (
+        "compute_mis_weights_fsdp: .* runs; give --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
+    )
+    with pytest.raises(ConfigError, match=told):
+        trained(host, **{**FSDP, "train_backend": "megatron"})
+
+
 @pytest.mark.parametrize(("denominator", "divisors"), [("original", (3, 2, 4)), ("kept", (2, 2, 4))])
 @pytest.mark.parametrize("hook", [TIS, LOSS], ids=["the TIS hook", "the loss hook"])
 def test_what_a_denominator_means_where_the_host_divides_by_its_own_sums(

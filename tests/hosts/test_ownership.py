@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, SerializeAsAny
 
 from mis_plugins import mis
 from mis_plugins.__main__ import main
+from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import ownership
 from true_on_policy import hosts as bitwise_hosts
 
@@ -142,6 +143,21 @@ def test_every_hook_has_the_one_class_and_is_what_its_path_names(monkeypatch: py
         assert pickle.loads(pickle.dumps(hook)) is hook
     monkeypatch.delitem(sys.modules, ownership.BASE[0])
     assert {hook.config_class for hook in EVERY_HOOK} == {None}, "no parser asks"
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("hook", EVERY_HOOK, ids=lambda hook: hook.func.__name__)
+def test_a_hook_under_another_flag_says_so_at_its_first_call(hook: ownership.Hook, by_name: bool) -> None:
+    """Whatever the host of that flag hands over, and in arguments of every kind; under its own flag nothing is said."""
+    path, own = f"{hook.__module__}.{hook.func.__name__}", ownership.FLAGS[hook.func.__name__]
+    assert ownership.under_another_flag({own: path}) is None
+    for flag in {*ownership.FLAGS.values()} - {own}:
+        for args in (argparse.Namespace(**{flag: path}), {flag: path}, Handed(**{flag: Carried(path=path)})):
+            spelled, right = (name.replace("_", "-") for name in (flag, own))
+            told = f"^--{spelled} {path}: the host calls {hook.func.__name__} by --{right} alone; give it there"
+            with pytest.raises(ConfigError, match=told):
+                fresh = ownership.Hook(hook.func)
+                fresh(args=args, pg_loss=None) if by_name else fresh(args, 3, None)
 
 
 def test_config_check_says_which_parsers_ask(file: Path, capsys: pytest.CaptureFixture):

@@ -4,7 +4,9 @@ import logging
 import math
 import re
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,7 @@ from mis_plugins.hosts.adapters.miles import NEEDS as MILES
 from mis_plugins.hosts.adapters.slime import SLIME
 from mis_plugins.hosts.batch import HostBatch
 from mis_plugins.hosts.rank_agreement import can_add_up
-from mis_plugins.hosts.step_report import Recorder
+from mis_plugins.hosts.step_report import Recorded, Recorder
 from mis_plugins.metrics.partials import partials, watch
 from mis_plugins.metrics.sequences import multiplies
 from mis_plugins.packing.layout import whole, zigzag
@@ -43,6 +45,22 @@ VETO = {"weight": None, "reject": [{"over": "min", "lower": 0.1}]}
 
 def micro_batch(ratios: list[list[float]], config: dict) -> Correction:
     return corrected(ratio_batch(ratios), from_mapping(config))
+
+
+def test_threads_add_up_all_their_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that adds while another one does would lose the other's micro-batch."""
+    recorder, merge = Recorder(step=(0, 0)), Recorded.merge
+
+    def slow(self: Recorded, other: Recorded) -> Recorded:
+        time.sleep(0.01)
+        return merge(self, other)
+
+    monkeypatch.setattr(Recorded, "merge", slow)
+    each = micro_batch([[1.0, 2.0]], EVERYTHING)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(recorder.record, [each] * 8))
+    (recorded,) = recorder.pending.values()
+    assert recorded.sums["micro_batches"] == 8 and recorded.sums["valid"] == 16
 
 
 @dataclass

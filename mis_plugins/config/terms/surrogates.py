@@ -5,7 +5,6 @@ Loaded where a config has an objective, and by what explains one. The tensors' s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -116,6 +115,8 @@ SURROGATES: dict[str, Surrogate] = {
     ),
 }
 """By the name that a config gives in `surrogate`."""
+
+LEAST, MOST = 1e-6, 1e6  # of a surrogate's own settings: far beyond, loss and gradient leave float32
 OWN_SETTINGS = {name: key for key, record in SURROGATES.items() for name in record.settings}
 """By each key that belongs to one surrogate alone: that surrogate."""
 
@@ -139,10 +140,10 @@ def check(objective: ObjectiveConfig) -> dict[str, float]:
                 f"{{{name}}}: {value:g} is of {{surrogate}}: {owner}, beside {surrogate}; a config names one "
                 "objective: drop one of them"
             )
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{{{name}}}: got {value:g}; give a finite number above 0")
-    if not 0 <= objective.kl_tau < math.inf:
-        raise ConfigError(f"{{kl_tau}}: got {objective.kl_tau:g}; give a finite number, at least 0")
+        if value is not None and not LEAST <= value <= MOST:
+            raise ConfigError(f"{{{name}}}: got {value:g}; give a number from {LEAST:g} to {MOST:g}")
+    if not 0 <= objective.kl_tau <= MOST:
+        raise ConfigError(f"{{kl_tau}}: got {objective.kl_tau:g}; give a number from 0 to {MOST:g}")
     return {name: value for name, value in record.settings.items() if getattr(objective, name) is None}
 
 

@@ -28,13 +28,14 @@ from mis_plugins.hosts.arguments import flags as recorded_flags
 from mis_plugins.hosts.checkout import Folder
 from mis_plugins.hosts.checks import REPLAY
 from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.ownership import OURS
 
 CONFIG, TIS, LOSS = "--custom-config-path", "--custom-tis-function-path", "--custom-loss-function-path"
 SWITCHES = {"--use-tis": "use_tis", "--get-mismatch-metrics": "get_mismatch_metrics"}
 LOSS_TYPE, BACKEND = "--loss-type", "--train-backend"
 DECIDES = {*SWITCHES, CONFIG, TIS, LOSS, LOSS_TYPE, BACKEND}
 ANY = "Miles, slime or vime"
-OURS, PACK = ("mis_plugins.", "true_on_policy."), Path(__file__).parents[3]
+PACK = Path(__file__).parents[3]
 OUR_LOSS = "mis_plugins.mis.policy_loss"
 HOSTS_OWN = "train_infer_mismatch_helper"
 ABOVE = 6  # folders above a script in which a file of its host is looked for

@@ -115,7 +115,12 @@ class Miles(VersionNeeds):
         asked("the tokens of a prompt", GENERATE, "state sample"), f"{ENDPOINT}:compute_prompt_ids_from_sample"
     )
     payload: Need = _need(
-        asked("the request for a response", GENERATE, "args input_ids sampling_params multimodal_inputs"),
+        asked(
+            "the request for a response",
+            GENERATE,
+            "args input_ids sampling_params multimodal_inputs",
+            unasked="keywords",
+        ),
         f"{ENDPOINT}:compute_request_payload",
     )
     headers: Need = _need(
