@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lab import tallies
 from lab.host.train.parallel import EXIT_USER_ERROR
+from mis_plugins.errors import warn_once
 from mis_plugins.shared.arrays import Safetensors
 from true_on_policy import hosts
 from true_on_policy.__main__ import main
@@ -231,6 +232,18 @@ def test_a_sequence_without_log_probs_leaves_the_others_alone(
     comparison.at_exit()
     assert caplog.messages[-1].startswith("rank 0, the whole run: 1 of ")
     assert caplog.messages[-1].endswith("; sequences without the log-probs of one side: 1")
+
+
+@pytest.mark.parametrize(("loss_type", "times"), [("custom_loss", 0), ("policy_loss", 1)])
+def test_a_step_hook_beside_a_loss_that_the_host_does_not_call_says_so_once(
+    loss_type: str, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    args = settings(tmp_path)
+    args.loss_type = loss_type
+    warn_once.cache_clear()
+    for step in range(2):
+        hosts.report_step(args, 0, step)
+    assert sum("log-probs are not compared: no --loss-type custom_loss" in said for said in caplog.messages) == times
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
