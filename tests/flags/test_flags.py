@@ -257,6 +257,14 @@ def test_a_setting_that_undoes_a_launch_is_refused_and_said_how_to_drop(name: st
         check_host(host_args("megatron", config(tmp_path), **{name: WITHOUT_A_WORD[name]}))
 
 
+@pytest.mark.parametrize("external", [True, False])
+def test_engines_that_somebody_else_starts_are_told_not_to_be_checked(
+    external: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_host(host_args("megatron", config(tmp_path), rollout_external=external))
+    assert ("--rollout-external: Miles starts no engine" in caplog.text) == external
+
+
 GROUPS = """
 sglang:
   - name: actor
