@@ -42,8 +42,8 @@ def interpreter(engine: str) -> Path:
     return python
 
 
-# PYTHON and VIRTUAL_ lead Python into our environment; TRITON_INTERPRET, which our tests set, emulates a GPU. A contract
-# in the user's environment would pin the control too.
+# PYTHON and VIRTUAL_ lead Python into our environment; TRITON_INTERPRET, which our tests set, emulates a GPU; a
+# contract in the user's environment would pin the control too.
 WITHHELD = ("PYTHON", "VIRTUAL_", "TRITON_INTERPRET", CONTRACT, ORDER)
 
 
