@@ -205,7 +205,7 @@ def add_doctor(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--engine", metavar="URL", type=url_of_engine, help=HELP)
     inside = f"what our plugin wrote inside SGLang: a file, or a folder of several engines (${FOLDER})"
-    folder = os.environ.get(FOLDER)
+    folder = os.environ.get(FOLDER) or None
     parser.add_argument("--engine-dump", metavar="PATH", type=Path, default=folder, help=inside)
     trainer = "what the trainer's init hook wrote: a file or its folder"
     parser.add_argument("--trainer-dump", metavar="PATH", type=Path, help=trainer)

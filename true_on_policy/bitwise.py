@@ -102,12 +102,16 @@ class Mismatch:
 
 
 def first_mismatch(
-    a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."], cu_seqlens: Int[Tensor, "boundaries"] | None = None
+    a: Shaped[Tensor, "..."],
+    b: Shaped[Tensor, "..."],
+    cu_seqlens: Int[Tensor, "boundaries"] | None = None,
+    nan_is_equal: bool = True,
 ) -> Mismatch | None:
     """Return the first mismatch of two tensors; None where dtype, shape and bytes are equal.
 
     Args:
         cu_seqlens: boundaries of the sequences of two packed `[T]` tensors; a coordinate is then (sequence, position).
+        nan_is_equal: whether a NaN is equal to a NaN of its bytes; no log-prob is NaN.
     """
     if a.dtype != b.dtype:
         return Mismatch("dtype", (a.dtype, b.dtype))
@@ -116,9 +120,11 @@ def first_mismatch(
     a, b = _plain(a), _plain(b)
     first, furthest, counts = None, NO_DISTANCE, torch.zeros(len(LABELS), dtype=torch.int64)
     for start, left, right in _blocks(a, b):
-        if torch.equal(_bits(left), _bits(right)):
+        missing = torch.tensor(False) if nan_is_equal else _is_nan(left)
+        if torch.equal(_bits(left), _bits(right)) and not missing.any():
             continue
-        differs, distances = _bits(left) != _bits(right), ulps(left, right)
+        differs = (_bits(left) != _bits(right)) | missing
+        distances = torch.where(missing, NO_DISTANCE, ulps(left, right))
         index = int(differs.int().argmax())
         first = first or (start + index, left[index], right[index], int(distances[index]))
         furthest = max(furthest, int(distances[differs].max()))

@@ -9,7 +9,6 @@ and comes before a model is built. The pin does what `true_on_policy.hosts.miles
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -49,7 +48,7 @@ def _start(actor: Any, args: Any) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """An import finder that lets `pin_in` follow the import of MODULE, and then removes itself."""
+    """An import finder that lets `pin_in` follow each import of MODULE, also after a look or a failed import."""
 
     def __init__(self, start: Start):
         self._start = start
@@ -59,8 +58,8 @@ class _AfterImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != MODULE:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = [finder for finder in sys.meta_path if finder is not self]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module

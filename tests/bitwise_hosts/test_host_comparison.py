@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lab import tallies
 from lab.host.train.parallel import EXIT_USER_ERROR
+from mis_plugins.errors import warn_once
 from mis_plugins.shared.arrays import Safetensors
 from true_on_policy import hosts
 from true_on_policy.__main__ import main
@@ -158,7 +159,7 @@ PAIRS = [
     (-1.0, math.nextafter(-1.0, 0.0), {}),  # the same float32
     (-1.0, -1.0 + 2**-22, {"3..4": 1}),
     (-1.0, math.nan, {"NaN": 1}),
-    (math.nan, math.nan, {}),
+    (math.nan, math.nan, {"NaN": 1}),  # neither side has a log-prob
     (-math.inf, -math.inf, {}),
 ]
 
@@ -233,11 +234,27 @@ def test_a_sequence_without_log_probs_leaves_the_others_alone(
     assert caplog.messages[-1].endswith("; sequences without the log-probs of one side: 1")
 
 
+@pytest.mark.parametrize(("loss_type", "times"), [("custom_loss", 0), ("policy_loss", 1)])
+def test_a_step_hook_beside_a_loss_that_the_host_does_not_call_says_so_once(
+    loss_type: str, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    args = settings(tmp_path)
+    args.loss_type = loss_type
+    warn_once.cache_clear()
+    for step in range(2):
+        hosts.report_step(args, 0, step)
+    assert sum("log-probs are not compared: no --loss-type custom_loss" in said for said in caplog.messages) == times
+
+
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
-def test_no_token(lengths: tuple[int, ...], tmp_path: Path, comparison: Comparison):
+def test_no_token(lengths: tuple[int, ...], tmp_path: Path, comparison: Comparison, caplog: pytest.LogCaptureFixture):
+    """A run that has compared nothing at its end is warned of."""
     batch = example(lengths) if lengths else Batch([], [], [], [])
     steps(settings(tmp_path, **RAISE), handed(batch))
-    assert comparison.totals.compared == 0
+    assert comparison.totals.compared == 0 and not caplog.records
+    comparison.at_exit()
+    assert all("0 of 0 log-probs differ" in record.getMessage() for record in caplog.records)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(lengths)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -255,7 +272,8 @@ def test_a_recompute_inside_a_backward_adds_nothing(reentrant: bool, tmp_path: P
 
 
 # Signed zeros, infinities, NaNs of several payloads and signs, neighbours; engines agree in most tokens.
-BITS = (0, -(2**31), 0x7F800000, 0x7FC00000, 0x7FC00001, -0x400000, -0x40800000, -0x407FFFFF)
+INFINITY = 0x7F800000  # the bits of NaN lie above it
+BITS = (0, -(2**31), INFINITY, 0x7FC00000, 0x7FC00001, -0x400000, -0x40800000, -0x407FFFFF)
 
 
 @st.composite
@@ -283,7 +301,7 @@ def test_odd_batches_are_counted_token_by_token(odd: Any, cp: int, padded: int |
     """On all ranks of context parallelism together, and the first difference of each where it really is."""
     whole, there = odd
     expected = {
-        (i, t): int(a) != int(b)
+        (i, t): int(a) != int(b) or (int(a) & 0x7FFFFFFF) > INFINITY
         for i, (x, y, mask, sides) in enumerate(
             zip(whole.behavior, whole.proximal, whole.loss_masks, there, strict=True)
         )
@@ -467,6 +485,8 @@ REFUSED = [
     ({"on_difference": "stop"}, r"bitwise.on_difference: got 'stop'; choose one of warn, raise"),
     ({"folder": 3}, r"bitwise.folder: got 3; expected text"),
     ({"loss": "mis_plugins.mis.nothing"}, r"bitwise.loss: cannot load 'mis_plugins.mis.nothing' .*; give package"),
+    ({"loss": "math.pi"}, r"bitwise.loss: 'math.pi' is no function that our hook can call; name another's"),
+    ({"loss": "true_on_policy.hosts.policy_loss"}, r"bitwise.loss: 'true_on_policy.hosts.policy_loss' is no function"),
 ]
 
 
@@ -479,7 +499,7 @@ def test_settings_that_cannot_work(given: Any, message: str):
 # ---------------------------------------------------------------------------------------------------------------- cost
 
 
-DOCUMENTED_OPERATORS = {1: 19, 2: 24}  # by context-parallel ranks: in docs/gpu.md
+DOCUMENTED_OPERATORS = {1: 21, 2: 26}  # by context-parallel ranks: in docs/gpu.md
 
 
 def no_loss(args: Any, batch: Any, logits: Tensor, reduce: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,11 @@ from true_on_policy.observe import dumps
 
 CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8)
 TIS = "mis_plugins.mis.compute_mis_weights_with_cp"
-HOOKS = {"custom_loss_function_path": start.LOSS, "custom_megatron_before_train_step_hook_path": start.STEP_HOOK}
+HOOKS = {
+    "loss_type": "custom_loss",
+    "custom_loss_function_path": start.LOSS,
+    "custom_megatron_before_train_step_hook_path": start.STEP_HOOK,
+}
 
 
 @pytest.fixture
@@ -146,11 +151,14 @@ def test_a_config_that_no_hook_of_ours_reads_is_not_ours_to_check(
     assert pins == [CONTRACT]
 
 
-@pytest.mark.parametrize(("loss", "warned"), [(start.LOSS, 0), (None, 1)])
+@pytest.mark.parametrize(
+    ("flags", "warned"), [({}, 0), ({"custom_loss_function_path": None}, 1), ({"loss_type": "policy_loss"}, 1)]
+)
 def test_a_run_that_compares_nothing_is_told_so(
-    loss: str | None, warned: int, args: Namespace, pins: list[GpuContract], caplog: pytest.LogCaptureFixture
+    flags: dict[str, Any], warned: int, args: Namespace, pins: list[GpuContract], caplog: pytest.LogCaptureFixture
 ):
-    args.custom_loss_function_path = loss
+    """A host calls the function of --custom-loss-function-path under --loss-type custom_loss alone."""
+    vars(args).update(flags)
     with caplog.at_level(logging.WARNING, "true_on_policy"):
         miles_init(args)
     assert sum("log-probs are not compared" in record.getMessage() for record in caplog.records) == warned
@@ -163,7 +171,7 @@ def on_fsdp(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> Namespace:
     for name, value in contract.environment.items():
         monkeypatch.setenv(name, value)
     flags = {flag.attribute: flag.value for flag in launch_flags(contract)}
-    kept = ("hf_checkpoint", "save", "custom_loss_function_path")
+    kept = ("hf_checkpoint", "save", "loss_type", "custom_loss_function_path")
     return Namespace(**{name: getattr(args, name) for name in kept}, **flags)
 
 
@@ -233,6 +241,19 @@ def trained(deterministic_mode: bool = False) -> list[str]:
 @pytest.mark.parametrize("times", [1, 2])
 def test_the_pin_follows_miless_own_step_once(times: int, watched: Callable[..., None]) -> None:
     watched(times=times)
+    assert trained() == ["sglang's mode", "ours", "model"]
+
+
+def test_a_look_for_the_trainer_and_a_failed_import_leave_the_pin_to_come(
+    watched: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries ask whether a module is there before they import it, and try again after an import that failed."""
+    monkeypatch.delenv("LACKING", raising=False)
+    watched("import os\nos.environ['LACKING']\n" + ACTOR)
+    assert find_spec(fsdp_worker.MODULE)
+    with pytest.raises(KeyError, match="LACKING"):
+        import_module(fsdp_worker.MODULE)
+    monkeypatch.setenv("LACKING", "")
     assert trained() == ["sglang's mode", "ours", "model"]
 
 

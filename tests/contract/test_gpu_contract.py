@@ -96,6 +96,12 @@ def test_ulysses_shares_the_heads_of_a_tensor_parallel_rank() -> None:
         gpu_contract("qwen3-dense", "megatron", **{**layout, "engine_tp": 16}, context_parallel=2)
 
 
+def test_the_advice_of_a_size_that_few_ranks_share_is_of_the_users_ranks() -> None:
+    """Of 3076 columns 8 ranks have no equal share."""
+    with pytest.raises(ContractError, match="engine tensor parallel 1: the o product .* both to 2 or 4$"):
+        gpu_contract("qwen3-dense", "megatron", size=Size(1024, 3076, 16, 8, 128, 151936))
+
+
 def test_unknown_names_list_the_choices() -> None:
     for name in ("qwen3-30B-A3B", "Qwen3-235B-A22B-Instruct", "olmoe-7B"):
         with pytest.raises(ContractError, match=f"--model: '{name}' is not covered: MoE: no row for the router"):

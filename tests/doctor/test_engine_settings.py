@@ -10,7 +10,16 @@ from replay import RECORDED, replayed
 
 from true_on_policy.contract.settings import OF_SERVER
 from true_on_policy.doctor import engine_http
-from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, PROBED, SCORED, SEEDS, observe_engine
+from true_on_policy.doctor.engine_http import (
+    ALONE,
+    LOG_SOFTMAX,
+    LONGEST,
+    PREFILLED,
+    PROBED,
+    SCORED,
+    SEEDS,
+    observe_engine,
+)
 from true_on_policy.engines.protocol import sglang_rows
 from true_on_policy.engines.server import free_port
 from true_on_policy.observe.process import ALL
@@ -191,3 +200,8 @@ def test_settings_of_another_shape_are_not_seen(told: dict) -> None:
     with replayed("pinned", told) as url:
         seen = observe_engine(url)
     assert not seen.settings and seen.why("device").startswith(f"{url}/server_info: ")
+
+
+def test_a_setting_without_end_is_cut() -> None:
+    with replayed("pinned", {"cuda_graph_config": {"decode" * 10_000: {"backend": "full"}}}) as url:
+        assert len(observe_engine(url).settings["CUDA graph"]) == LONGEST

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from launchers import accepted
 
+from mis_plugins.hosts.arguments import kinds, recorded
 from true_on_policy.__main__ import main
 from true_on_policy.contract.gpu import (
     CHOICES,
@@ -231,8 +232,22 @@ WITHOUT_A_WORD = {
     "sglang_enable_mixed_chunk": True,
     "sglang_enable_fp32_lm_head": True,
     "sglang_enable_dp_attention": True,
+    "sglang_attn_dp_size": 2,
+    "sglang_attn_cp_size": 2,
+    "sglang_dcp_size": 2,
+    "sglang_bf16_gemm_backend": "gemv",
+    "sglang_enable_torch_compile": True,
+    "sglang_modelopt_quant": "fp8",
+    "sglang_rl_quant_profile": "profile",
+    "lora_adapter_path": "adapter",
     "sglang_enable_quant_communications": True,
 }
+
+
+def test_a_refused_name_is_one_that_a_host_parses() -> None:
+    """A misspelled name would refuse nothing. One name is of SGLang before 0.5.23."""
+    names = {name for host in recorded().values() for name in kinds(host)}
+    assert {rule.attribute for rule in REFUSALS} - names == {"sglang_torchao_config"}
 
 
 @pytest.mark.parametrize("name", WITHOUT_A_WORD)
@@ -240,6 +255,14 @@ def test_a_setting_that_undoes_a_launch_is_refused_and_said_how_to_drop(name: st
     flag = f"--{name.replace('_', '-')}"
     with pytest.raises(ContractError, match=f"{name} is .*{flag}"):
         check_host(host_args("megatron", config(tmp_path), **{name: WITHOUT_A_WORD[name]}))
+
+
+@pytest.mark.parametrize("external", [True, False])
+def test_engines_that_somebody_else_starts_are_told_not_to_be_checked(
+    external: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_host(host_args("megatron", config(tmp_path), rollout_external=external))
+    assert ("--rollout-external: Miles starts no engine" in caplog.text) == external
 
 
 GROUPS = """

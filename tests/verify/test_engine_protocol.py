@@ -19,7 +19,7 @@ from launch import alive
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.engines.handover import CONTRACT, KEY
+from true_on_policy.engines.handover import ASKED, CONTRACT, FOLDER, FORKS, KEY, ORDER
 from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.engines.protocol import EngineError, Request, Sample, log_probs
 from true_on_policy.engines.server import Server, _telling, free_port, inherited, interpreter, started
@@ -310,12 +310,20 @@ def test_a_missing_log_prob_is_never_replaced():
         sglang._log_probs([[torch.finfo(torch.float32).min, 7, None]], [7])  # SGLang's log of probability 0
 
 
-def test_the_plugins_do_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(CONTRACT, raising=False)
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_the_plugins_do_nothing_unless_asked(value: str | None, monkeypatch: pytest.MonkeyPatch):
+    for name in (CONTRACT, FOLDER, ASKED, FORKS):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     sglang_plugin.activate()
     sglang_plugin.allow()
     vllm_plugin.activate()
     assert not {"sglang", "vllm"} & set(sys.modules)
+
+
+def test_the_users_own_contract_does_not_pin_the_control(monkeypatch: pytest.MonkeyPatch):
+    for name in (CONTRACT, ORDER):
+        monkeypatch.setenv(name, "{}")
+    assert not {CONTRACT, ORDER} & inherited().keys()
 
 
 def test_an_engine_that_did_not_take_the_contract_up_is_ended():

@@ -99,13 +99,14 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ('{"prompt": "What is this?", "images": ["a.png"]}', "the key or part 'images'"),
         ('[{"role": "user", "content": [{"type": "image_url"}]}]', "the key or part 'image_url'"),
         ('{"messages": [{"content": [{"type": "video", "fps": 2}]}]}', "the key or part 'video'"),
+        ('{"prompt": "one\u2028two", "images": ["a.png"]}', "the key or part 'images'"),
     ],
 )
 def test_a_prompt_with_an_image_is_refused_with_what_is_missing(
     prompt: str, what: str, seeing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "p.txt"
-    file.write_text(f"text alone\n{prompt}\n")
+    file.write_text(f"{prompt}\ntext alone\n", encoding="utf-8-sig")
     command = ["verify", "--engine", "hf", "--trainer", "hf", "--model", str(seeing), "--prompts", str(file)]
     assert main(command) == 2
     said = capsys.readouterr().err

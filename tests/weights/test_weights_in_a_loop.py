@@ -10,6 +10,7 @@ import pytest
 from test_weights import LAYER, Engine, checkpoint, loaded
 from torch import Tensor
 
+from mis_plugins.errors import warn_once
 from mis_plugins.hosts.adapters.slime import SLIME
 from mis_plugins.hosts.adapters.vime import VIME
 from true_on_policy.errors import DifferenceError, HostConfigError, NotSeenError
@@ -116,6 +117,17 @@ def test_every_update_is_proven_where_asked_and_a_warning_stops_nothing(
     assert caplog.text.count("the reference's weights") == asked - 1
 
 
+def test_a_second_call_of_the_hook_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A user's function calls it beside `miles_init`, which has called it already."""
+    warn_once.cache_clear()
+    monkeypatch.setitem(globals(), "prove_weights", lambda args, prove=prove_weights: [prove(args), prove(args)])
+    loop = Loop(monkeypatch)
+    loop.update(ACTOR)
+    assert len(loop.engine.asked) == 2 and not caplog.records
+
+
 def test_what_cannot_be_proven_is_an_error_or_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -132,8 +144,9 @@ def test_what_cannot_be_proven_is_an_error_or_said(
     for name in ("release_train", "offload_rollout"):
         with pytest.raises(HostConfigError, match=f"^--{name.replace('_', '-')} beside"):
             Loop(monkeypatch, **disk, **{name: True})
-    with pytest.raises(HostConfigError, match="^--lora-rank: "):
-        Loop(monkeypatch, lora_rank=8)
+    for name, value in (("lora_rank", 8), ("lora_adapter_path", "adapter"), ("multi_lora", True)):
+        with pytest.raises(HostConfigError, match=r"^LoRA \(--lora-rank\): "):
+            Loop(monkeypatch, **{name: value})
     with pytest.raises(HostConfigError, match="not called by the init"):
         Loop(monkeypatch, needs=VIME)
     with pytest.raises(HostConfigError, match=r"bitwise\.weights: got 'all'; choose one of first, every"):

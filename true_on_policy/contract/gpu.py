@@ -209,7 +209,7 @@ def equal_ranks(size: Size, context: int = 1) -> tuple[int, ...]:
         if ranks % context == 0
         and _shares_heads(size, ranks // context, context)
         and all(
-            megatron_order(columns, ranks // context, context) == engine_order(columns, ranks)
+            columns % ranks == 0 and megatron_order(columns, ranks // context, context) == engine_order(columns, ranks)
             for columns in _cut(size).values()
         )
     )

@@ -51,9 +51,8 @@ def _told(info: Any) -> dict[str, str]:
     settings = {row: _plain(name, info[name]) for row, name in OF_SERVER.items() if name in info}
     settings.setdefault("contract", "not in this release")
     if phases := info.get("cuda_graph_config"):
-        settings["CUDA graph"] = ", ".join(
-            f"{name} {_plain('backend', phase['backend'])}" for name, phase in phases.items()
-        )
+        graphs = (f"{name} {_plain('backend', phase['backend'])}" for name, phase in phases.items())
+        settings["CUDA graph"] = ", ".join(graphs)[:LONGEST]
     names = {info.get(name) or info.get("attention_backend") for name in ATTENTION}
     return settings | {"attention": " and ".join(sorted(_plain("attention", name) for name in names))}
 

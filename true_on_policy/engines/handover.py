@@ -45,9 +45,14 @@ DIGESTS, VALUES = "true_on_policy.digests", "true_on_policy.values"
 ACTIVE = "true_on_policy: pinned"  # printed by the process that runs the model, once its probes have passed
 
 
+def is_set(name: str) -> bool:
+    """Whether a variable asks for something; an empty text and 0 ask for nothing."""
+    return os.environ.get(name, "") not in ("", "0")
+
+
 def asked_for() -> bool:
     """Whether the launcher wants this process pinned."""
-    return CONTRACT in os.environ
+    return is_set(CONTRACT)
 
 
 def pin_as_asked() -> None:

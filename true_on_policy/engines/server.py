@@ -21,7 +21,7 @@ from typing import Any
 
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.asking import Address, exchanged, parsed
-from true_on_policy.engines.handover import ACTIVE, KEY
+from true_on_policy.engines.handover import ACTIVE, CONTRACT, KEY, ORDER
 from true_on_policy.engines.protocol import Request
 from true_on_policy.errors import EngineError
 
@@ -42,8 +42,9 @@ def interpreter(engine: str) -> Path:
     return python
 
 
-# PYTHON and VIRTUAL_ lead Python into our environment; TRITON_INTERPRET, which our tests set, emulates a GPU.
-WITHHELD = ("PYTHON", "VIRTUAL_", "TRITON_INTERPRET")
+# PYTHON and VIRTUAL_ lead Python into our environment; TRITON_INTERPRET, which our tests set, emulates a GPU; a
+# contract in the user's environment would pin the control too.
+WITHHELD = ("PYTHON", "VIRTUAL_", "TRITON_INTERPRET", CONTRACT, ORDER)
 
 
 def inherited() -> dict[str, str]:

@@ -72,6 +72,10 @@ def check_host(args: Any, environment: Mapping[str, str] = os.environ) -> GpuCon
         ContractError: a setting breaks the contract, or the model is not covered; the message has a line a fault.
     """
     contract = _asked_contract(args, environment)
+    if getattr(args, "rollout_external", False):
+        logger.warning(
+            "--rollout-external: Miles starts no engine with the flags checked here; ask `doctor --engine URL`"
+        )
     asked = REFUSALS, launch_flags(contract)
     lines = faults(args, *asked)
     for where, own in groups(args):

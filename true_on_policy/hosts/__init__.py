@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_plugins.config.view import view
+from mis_plugins.errors import warn_once
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.registry import current
 from true_on_policy.errors import HostConfigError
@@ -77,6 +79,8 @@ def report_step(args: Any, rollout_id: int, step_id: int, *rest: Any) -> None:
             "bitwise.weights: nothing proves the engines' weights; give --custom-megatron-init-path "
             "true_on_policy.hosts.prove_weights, or leave the key out"
         )
+    if view(args).get("loss_type", "custom_loss") != "custom_loss":
+        warn_once("log-probs are not compared: no --loss-type custom_loss, so that the host calls no custom loss")
     wrapped = config.hook("step_hook")
     if wrapped is not None:
         wrapped(args, rollout_id, step_id, *rest)

@@ -66,8 +66,11 @@ class BitwiseConfig:
         if path is None:
             return None
         try:
-            return pkgutil.resolve_name(path)
+            function = pkgutil.resolve_name(path)
         except (ImportError, AttributeError, ValueError) as error:
             raise HostConfigError(
                 f"bitwise.{name}: cannot load {path!r} ({error}); give package.module.function"
             ) from error
+        if not callable(function) or path.startswith("true_on_policy."):
+            raise HostConfigError(f"bitwise.{name}: {path!r} is no function that our hook can call; name another's")
+        return function

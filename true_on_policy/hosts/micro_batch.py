@@ -82,8 +82,9 @@ class MicroBatch:
                 f"rollout_log_probs are {engine.dtype} and log_probs {trainer.dtype}: two dtypes have no bits in "
                 "common. Miles casts both to one dtype with --true-on-policy-mode and --bf16 or --fp16"
             )
-        integers = INTEGERS[engine.element_size()]  # by bits, -0.0 differs from 0.0
-        differs = (engine.view(integers) != trainer.view(integers)) & valid
+        integers = INTEGERS[engine.element_size()]
+        # By bits, -0.0 differs from 0.0; by values, NaN differs from itself.
+        differs = ((engine.view(integers) != trainer.view(integers)) | (engine != trainer)) & valid
         flags = torch.stack([valid.sum(), differs.sum()])
         copied = to_host(flags)
         tokens = [batch["unconcat_tokens"][i] for i in present]

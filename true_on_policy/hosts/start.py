@@ -51,9 +51,9 @@ def check_configs(args: Any) -> None:
     config = BitwiseConfig.from_args(args)
     for name in ("loss", "step_hook"):
         config.hook(name)
-    compares = getattr(args, "custom_loss_function_path", None) == LOSS
+    compares = (args.get("loss_type"), args.get("custom_loss_function_path")) == ("custom_loss", LOSS)
     if not compares:
-        logger.warning("log-probs are not compared: no --custom-loss-function-path %s", LOSS)
+        logger.warning("log-probs are not compared: no --loss-type custom_loss --custom-loss-function-path %s", LOSS)
     _check_step_hook(args, config, compares)
     _check_mis(args, config)
 

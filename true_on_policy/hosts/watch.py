@@ -82,7 +82,7 @@ class Difference:
     @classmethod
     def of(cls, number: int, batch: MicroBatch) -> Difference:
         engine, trainer, valid = batch.on_host()
-        mismatch = first_mismatch(engine[valid], trainer[valid])
+        mismatch = first_mismatch(engine[valid], trainer[valid], nan_is_equal=False)
         assert mismatch is not None, "the device saw a difference that the host does not"
         index = valid.nonzero().flatten()[mismatch.coordinate[0]]
         return cls(number, batch, mismatch, *batch.locate(int(index)))
@@ -170,7 +170,8 @@ class Comparison:
         try:
             if self.latest is not None:
                 self._read(pending, *self.latest, self.step)
-            level = logging.WARNING if self.totals.different or self.totals.without else logging.INFO
+            doubtful = self.totals.different or self.totals.without or not self.totals.compared
+            level = logging.WARNING if doubtful else logging.INFO
             logger.log(level, "%s, the whole run: %s", _where(None), self.totals)
         except Exception as error:
             logger.error("the last step, compared at exit: %s", error)

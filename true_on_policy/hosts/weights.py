@@ -53,11 +53,11 @@ def install(args: Any) -> None:
             f"--custom-megatron-init-path {HOOK}: not called by the init of Miles's or slime's trainer on Megatron, "
             "whose weight updates it follows; give it there, or leave out bitwise.weights"
         )
-    if actor.role == "critic":
+    if actor.role == "critic" or isinstance(vars(type(actor)).get(UPDATER), Updater):  # a second call changes nothing
         return
-    if view(args).get("lora_rank") or view(args).get("multi_lora"):
+    if any(map(view(args).get, ("lora_rank", "lora_adapter_path", "multi_lora"))):
         raise HostConfigError(
-            "--lora-rank: engines hold adapters apart, which are not compared; leave out bitwise.weights"
+            "LoRA (--lora-rank): engines hold adapters apart, which are not compared; leave out bitwise.weights"
         )
     deferred = _reloads_later(view(args))
     proof, own = Proof(BitwiseConfig.from_args(args), host.package), type(actor)

@@ -48,7 +48,7 @@ def prompt_lines(source: str) -> tuple[Path, list[str]]:
     if path.exists() and not path.is_file():
         raise PromptsError(f"--prompts {source}: is no regular file, but a folder, a pipe or a device")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines cuts at U+2028 too, which JSON may hold
     except (OSError, UnicodeDecodeError) as error:
         raise PromptsError(
             f"--prompts {source}: cannot be read ({error}); give a text file with one prompt a line, or {BUILTIN}"

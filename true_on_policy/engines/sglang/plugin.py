@@ -7,7 +7,6 @@ the environment `activate` does nothing, so an SGLang that shares our environmen
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
 
 def activate() -> None:
     """Register the hooks that the environment asks for; SGLang calls `activate` and hides its exceptions."""
-    if handover.FOLDER in os.environ:  # for the doctor
+    if handover.is_set(handover.FOLDER):  # for the doctor
         from true_on_policy.engines.sglang.settings import TARGET, written
 
         _register(TARGET, written, "AFTER")
-    if handover.ASKED in os.environ:
+    if handover.is_set(handover.ASKED):
         _register("sglang.srt.utils.weight_checker.WeightChecker.handle", weights_told, "AROUND")  # 0.5.23
-    if handover.FORKS in os.environ:
+    if handover.is_set(handover.FORKS):
         _register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, "AFTER")
     if handover.asked_for():
         _align()

@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from true_on_policy.engines.handover import ASKED, FORKS, KEY, asked_for, ordered_norm, pin_as_asked, texts_of
+from true_on_policy.engines.handover import ASKED, FORKS, KEY, asked_for, is_set, ordered_norm, pin_as_asked, texts_of
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -22,9 +22,9 @@ PATH, METHOD = "/collective_rpc", "true_on_policy_weights"  # of the server; of 
 
 def activate() -> None:
     """Replace what vLLM computes in its own kernels; vLLM calls this function early in each process."""
-    if ASKED in os.environ:
+    if is_set(ASKED):
         setattr(pkgutil.resolve_name("vllm.v1.worker.worker_base:WorkerBase"), METHOD, weights_told)  # 0.32.0
-    if FORKS in os.environ:
+    if is_set(FORKS):
         _fork()
     if not asked_for():
         return
