@@ -58,6 +58,6 @@ def __getattr__(name: str) -> Any:
 def notice() -> str:
     """Say to whom the keys of a file belong."""
     return (
-        "keys: Miles 31f1ca9 and slime 624b824 make an argument of every key; a newer Miles asks who owns a key, and any "
-        "hook of ours on its command line owns mis, bitwise and the flat keys"
+        "keys: Miles 31f1ca9 and slime 624b824 make an argument of every key; a newer Miles asks who owns a key, and "
+        "any hook of ours on its command line owns mis, bitwise and the flat keys"
     )
