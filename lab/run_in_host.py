@@ -321,7 +321,7 @@ def _curve(folder: Path, kind: str, steps: Mapping[int, Mapping[str, float]]) ->
     """
     found: dict[int, dict[str, float]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and paths.format_of(path) == kind):
-        for number, values in curves.curve(path, kind, Problems()).values.items():
+        for number, values in curves.curve([path], kind, Problems()).values.items():
             found[number] = {**found.get(number, {}), **values}
     exact = {number: {curves.our_name(name) for name in steps[number] if name.startswith(verdict.STEP)}
              for number in found if number in steps}  # fmt: skip

@@ -97,8 +97,8 @@ def __getattr__(name: str) -> Any:
 
 
 def notice() -> str:
-    """Whose the keys of a file are, to the hosts."""
+    """Say to whom the keys of a file belong."""
     return (
-        "keys: Miles 31f1ca9 and slime 624b824 make an argument of every key; a newer Miles asks whose a key is, and "
+        "keys: Miles 31f1ca9 and slime 624b824 make an argument of every key; a newer Miles asks who owns a key, and "
         "any hook of ours on its command line owns mis, bitwise and the flat keys"
     )
