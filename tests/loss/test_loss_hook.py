@@ -1276,11 +1276,12 @@ def test_context_parallel_ranks_add_up_to_one(config: dict, tmp_path: Path):
     for cp in (1, 4):
         ranks = run_ranks(cp, cp, lambda _, cp=cp: embedded_outcome(args, step, cp), tmp_path / str(cp))
         answers.append({name: torch.stack([rank[name] for rank in ranks]).sum(0) for name in ranks[0]})
-    assert_same_sums(*answers, sum(len(x.mask) for x in step.responses))
+    assert_same_sums(answers, sum(len(x.mask) for x in step.responses))
 
 
-def assert_same_sums(alone: dict[str, Tensor], split: dict[str, Tensor], tokens: int) -> None:
-    """What ranks add up to is what one rank has, but for the rounding of sums over so many tokens."""
+def assert_same_sums(answers: Sequence[dict[str, Tensor]], tokens: int) -> None:
+    """One rank and the sum of several have the same numbers, but for the rounding of sums over so many tokens."""
+    alone, split = answers
     assert alone["gradient"].any() and split.keys() == alone.keys()
     for name, value in alone.items():
         atol = 4 * sum_rtol(tokens) * max(1.0, value.abs().max().item())
