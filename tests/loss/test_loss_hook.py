@@ -217,17 +217,17 @@ class Expected:
 
     def _weigh(self) -> None:
         """Find each token's factor of the surrogate, and its share of entropy and KL."""
-        said, made, responses = self.correction, self.corrected, self.step.responses
-        corrects = said.get("weight") or said.get("reject") or said.get("m2_threshold")
+        config, made, responses = self.correction, self.corrected, self.step.responses
+        corrects = config.get("weight") or config.get("reject") or config.get("m2_threshold")
         valid = [[bool(m) for m in x.mask] for x in responses]
         weights = made.weights if corrects else [[1.0] * len(row) for row in valid]
         keep = list(map(both, made.keep, valid)) if corrects else valid
         left = [both(row, self.stays(i, x)) for i, (row, x) in enumerate(zip(keep, responses, strict=True))]
         weighed = any(k and w > 0 for rows in zip(left, weights, strict=True) for k, w in zip(*rows, strict=True))
-        self.restored = "opsm" in said and said.get("on_all_rejected") == "keep" and not weighed
+        self.restored = "opsm" in config and config.get("on_all_rejected") == "keep" and not weighed
         scale = made.scale if corrects else [1.0] * len(valid)
         rest, kept = scale, keep
-        if said.get("denominator") == "kept" and "opsm" in said:
+        if config.get("denominator") == "kept" and "opsm" in config:
             scale = [len(x.valid) / n if (n := sum(row)) else 0.0 for x, row in zip(responses, left, strict=True)]
         if self.restored:
             left, kept, scale, rest = valid, valid, [1.0] * len(valid), [1.0] * len(valid)
@@ -243,8 +243,8 @@ class Expected:
         if not opsm:
             return [True] * len(x.mask)
         reference = x.old if opsm.get("reference") == "proximal" else self.step.behavior[i]
-        known = [r if oracle.is_log_prob(r) else math.nan for r in reference]
-        return loss_oracle.opsm_keep(x, known, opsm["delta"], opsm.get("advantage") == "sequence")
+        policy = [r if oracle.is_log_prob(r) else math.nan for r in reference]
+        return loss_oracle.opsm_keep(x, policy, opsm["delta"], opsm.get("advantage") == "sequence")
 
     def old(self, i: int, x: Response) -> loss_oracle.Row:
         return self.step.behavior[i] if self.question.bypass else x.old
@@ -252,10 +252,10 @@ class Expected:
     def _response(self, i: int, x: Response) -> Response:
         """The response as the formula takes it, where a log-prob that is no number is the target's, and weighs 0."""
         old = self.old(i, x)
-        known = [oracle.is_log_prob(o) for o in old]
-        if self.question.spec.of_sequence and not all(known[t] for t in x.valid):
-            known = [False] * len(known)
-        factor = [f if k else 0.0 for f, k in zip(self._factor(i), known, strict=True)]
+        usable = [oracle.is_log_prob(o) for o in old]
+        if self.question.spec.of_sequence and not all(usable[t] for t in x.valid):
+            usable = [False] * len(usable)
+        factor = [f if k else 0.0 for f, k in zip(self._factor(i), usable, strict=True)]
         filled, reference = (
             [p if oracle.is_log_prob(p) else x.target[t] for t, p in enumerate(row)] for row in (old, x.reference)
         )
@@ -275,8 +275,8 @@ class Expected:
         if question.entropy_coef:
             total -= question.entropy_coef * share * -(x.target[t] ** 2)
         unbiased = bool(question.objective.get("unbiased_kl"))
-        known = oracle.is_log_prob(self.old(i, given)[t]) or not unbiased
-        if question.kl and known and oracle.is_log_prob(given.reference[t]):
+        has_ratio = oracle.is_log_prob(self.old(i, given)[t])
+        if question.kl and (has_ratio or not unbiased) and oracle.is_log_prob(given.reference[t]):
             kl = loss_oracle.kl(x, t, question.kl, unbiased)
             total += 0.3 * kl * (self._factor(i)[t] if question.objective.get("weigh_kl") else share)
         return total
@@ -1276,11 +1276,16 @@ def test_context_parallel_ranks_add_up_to_one(config: dict, tmp_path: Path):
     for cp in (1, 4):
         ranks = run_ranks(cp, cp, lambda _, cp=cp: embedded_outcome(args, step, cp), tmp_path / str(cp))
         answers.append({name: torch.stack([rank[name] for rank in ranks]).sum(0) for name in ranks[0]})
+<<<<<<< HEAD
     assert_same_sums(answers[0], answers[1], sum(len(x.mask) for x in step.responses))
+=======
+    assert_same_sums(answers, sum(len(x.mask) for x in step.responses))
+>>>>>>> h/lesslab
 
 
-def assert_same_sums(alone: dict[str, Tensor], split: dict[str, Tensor], tokens: int) -> None:
-    """What ranks add up to is what one rank has, but for the rounding of sums over so many tokens."""
+def assert_same_sums(answers: Sequence[dict[str, Tensor]], tokens: int) -> None:
+    """One rank and the sum of several have the same numbers, but for the rounding of sums over so many tokens."""
+    alone, split = answers
     assert alone["gradient"].any() and split.keys() == alone.keys()
     for name, value in alone.items():
         atol = 4 * sum_rtol(tokens) * max(1.0, value.abs().max().item())
