@@ -1276,11 +1276,7 @@ def test_context_parallel_ranks_add_up_to_one(config: dict, tmp_path: Path):
     for cp in (1, 4):
         ranks = run_ranks(cp, cp, lambda _, cp=cp: embedded_outcome(args, step, cp), tmp_path / str(cp))
         answers.append({name: torch.stack([rank[name] for rank in ranks]).sum(0) for name in ranks[0]})
-<<<<<<< HEAD
-    assert_same_sums(answers[0], answers[1], sum(len(x.mask) for x in step.responses))
-=======
     assert_same_sums(answers, sum(len(x.mask) for x in step.responses))
->>>>>>> h/lesslab
 
 
 def assert_same_sums(answers: Sequence[dict[str, Tensor]], tokens: int) -> None:
