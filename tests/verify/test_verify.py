@@ -6,10 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lab import certificate_picture
@@ -21,6 +23,7 @@ from true_on_policy.contract.rounding import NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.engines.hf.engine import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
+from true_on_policy.errors import ModelError
 from true_on_policy.kernels.pin import active_backend
 from true_on_policy.models.tiny import checkpoint, updated
 from true_on_policy.trainers.hf import HuggingFace
@@ -379,6 +382,18 @@ def test_megatron_holds_the_weights_of_the_checkpoint(name: str, tmp_path: Path)
     stock = HuggingFace(path, "fp32").model(input_ids=tokens[None]).logits[0]
     [logits] = Megatron(path, "fp32").logits([tokens.tolist()])
     assert (stock - logits).abs().max() < 1e-4 * stock.abs().max()
+
+
+@pytest.mark.parametrize("trainer", [HuggingFace, Megatron])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.q_norm.weight"])
+def test_a_checkpoint_without_a_weight_is_no_model(trainer: Any, name: str, tmp_path: Path):
+    """Transformers makes the weight up, each time another or ones."""
+    file = checkpoint("tiny-qwen3", tmp_path, torch.float32, seed=0) / "model.safetensors"
+    weights = load_file(file)
+    del weights[name]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=f"{tmp_path}: holds no {name}"):
+        trainer(tmp_path, "fp32")
 
 
 def test_a_tiny_model_is_its_seed_and_has_random_norms(tmp_path: Path):

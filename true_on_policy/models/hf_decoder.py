@@ -29,6 +29,7 @@ def load(checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tre
     """
     family = family_of(read_config(checkpoint))
     model = model_class(family).from_pretrained(checkpoint, dtype=DTYPES[dtype], attn_implementation="sdpa")
+    take(model, checkpoint)  # transformers itself makes a weight up that the checkpoint lacks
     if order is not None and (family.experts or order != HUGGING_FACE):
         family.align(model, order)
     if tree is not None:
@@ -96,9 +97,6 @@ class TreeLinear(torch.nn.Linear):
         return self.tree.product(input, self.weight)
 
 
-TIED = {"lm_head.weight"}  # a tied head has no weights of its own
-
-
 def take(model: Any, checkpoint: Path) -> None:
     """Load all weights of a checkpoint.
 
@@ -106,7 +104,9 @@ def take(model: Any, checkpoint: Path) -> None:
         ModelError: a weight of the model is not in the checkpoint, and keeps its previous value.
     """
     weights = stacked(read_weights(checkpoint), getattr(model.config, "num_experts", 0))
-    missing = {*model.load_state_dict(weights, strict=False).missing_keys} - TIED
+    missing = {*model.load_state_dict(weights, strict=False).missing_keys}
+    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        missing.discard("lm_head.weight")  # a tied head has no weights of its own
     if missing:
         raise ModelError(f"{checkpoint}: holds no {', '.join(sorted(missing))}")
 

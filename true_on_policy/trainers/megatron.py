@@ -40,6 +40,7 @@ from true_on_policy.contract.cpu import DTYPES
 from true_on_policy.contract.families import Experts, Family
 from true_on_policy.contract.rounding import add_residual, rms_norm
 from true_on_policy.contract.specs import NormOrder
+from true_on_policy.errors import ModelError
 from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.models.tiny import family_of, read_config, read_weights
 from true_on_policy.trainers import experts
@@ -76,9 +77,12 @@ class Megatron(InProcess):
 
     def load(self, checkpoint: Path) -> None:
         weights = read_weights(checkpoint)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(self._shard.parameter(name, weights))
+        try:
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    parameter.copy_(self._shard.parameter(name, weights))
+        except KeyError as lacking:
+            raise ModelError(f"{checkpoint}: holds no {lacking.args[0]}") from None
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
         """Compute the logits of each sequence in one packed pass; every context rank gets all logits."""
