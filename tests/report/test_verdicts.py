@@ -459,6 +459,12 @@ def test_two_dumps_a_factor_of_ten_apart_are_a_rise() -> None:
     assert made.findings[0].name == "jump" and verdict(made, None).level == ALARM
 
 
+def test_a_last_step_beyond_the_noise_of_the_steps_before_is_a_change() -> None:
+    """The move to the last step is no noise of the moves beside it."""
+    steps = [2.58, 1.97, 2.19, 3.17, 2.35, 2.34, 1.93, 1.69, 3.25, 1.99, 2.35, 2.05, 3.53, 2.01, 1.72, 62.13]
+    assert [change.step for change in changes(range(16), steps)] == [15]
+
+
 @pytest.mark.parametrize("steps", [2, 3, 6, 8, 20])
 def test_a_steady_rise_is_told_with_its_size(steps: int) -> None:
     (*_, found) = changes(range(steps), [1e-3 * 188 ** (step / (steps - 1)) for step in range(steps)])
