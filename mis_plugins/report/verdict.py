@@ -242,16 +242,16 @@ def of_curves(curves: Sequence[Curve], rejected: int = 0, unread: int = 0, probl
     tokens = f"{were_rejected(rejected, rejected)}." if rejected else ""
     lost = {"Tokens were not read": tokens, "Not read": few} | _broke_off([*problems.torn])
     lost |= {"Not logged to the end": _each(curves, _ended)}
-    told, again = TOLD | over_time | _how_large(curves), {"Logged again": _each(curves, _again)}
+    parts, again = TOLD | over_time | _how_large(curves), {"Logged again": _each(curves, _again)}
     if limits:
         alarming = any(name == FIRST and x > LIMITS[FIRST].alarm for _, name, _, x in rows)
         level, headline = ALARM if alarming else WATCH, f"Last seen beyond its limit: {words}."
-        return Verdict(level, headline, told | earlier | lost | again)
+        return Verdict(level, headline, parts | earlier | lost | again)
     if rose or any((earlier | lost).values()):
         name, text = next((name, text) for name, text in (lost | earlier | over_time).items() if text)
-        return Verdict(WATCH, f"{name}: {text}", told | lost | earlier | over_time | again | {name: ""})
+        return Verdict(WATCH, f"{name}: {text}", parts | lost | earlier | over_time | again | {name: ""})
     names = ", ".join(dict.fromkeys(name for _, name, _, _ in rows))
-    return Verdict(CALM, f"The curves end within their limits: {names}.", told | again)
+    return Verdict(CALM, f"The curves end within their limits: {names}.", parts | again)
 
 
 def _measures(name: str, value: float) -> bool:
