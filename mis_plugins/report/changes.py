@@ -113,7 +113,7 @@ def _best_cut(logs: Float[Tensor, " S"]) -> int | None:
 def _edges(logs: Float[Tensor, " S"]) -> list[int]:
     """Steps that differ from the one before by more than noise, and by twice what a rise or a fall around them does.
 
-    The noise is that of all steps or that of those beside, whichever is larger.
+    The noise is that of all moves or that of the moves beside, whichever is larger.
     """
     if len(logs) < 2:
         return []
@@ -121,6 +121,7 @@ def _edges(logs: Float[Tensor, " S"]) -> list[int]:
     around = torch.stack([moves[:-2], moves[2:]]) * moves[1:-1].sign()
     alone = moves[1:-1].abs() - 2 * around.amax(0).clamp(min=0)
     beside = torch.nn.functional.pad(moves[1:-1].abs(), (BESIDE, BESIDE), value=torch.nan).unfold(0, 2 * BESIDE + 1, 1)
+    beside = torch.cat([beside[:, :BESIDE], beside[:, BESIDE + 1 :]], 1)
     noise = (beside.nanquantile(0.5, 1) / 0.954).clamp(min=_noise(logs))
     least = (STANDARD_ERRORS * 2**0.5 * noise).clamp(min=math.log(LEAST_FACTOR))
     least = math.log(FEW_FACTOR) if len(logs) < 2 * SIDE else least

@@ -205,7 +205,7 @@ def _by_row(readme_row: Row, kl_k3: float, length: float) -> str:
     """README's row in words, with what it says of the length."""
     sentence = f"README's row for kl_k3 {kl_k3:.2g} is `{readme_row.preset}`"
     if readme_row is ROWS[0]:
-        sentence += " while rewards hold, and `tis` where they fall: mend the cause above"
+        sentence += " while rewards hold, and `tis` where they fall: mend a cause that is named first"
     if kl_k3 * length < UNBIASED:
         sentence += f"; at {length:.0f} tokens a response `sequence` is the row where no bias is wanted"
     return sentence

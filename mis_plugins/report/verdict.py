@@ -18,6 +18,8 @@ from mis_plugins.report.survey import Report
 ROUNDING = 1e-5  # by which a number may lie outside of what it can be
 AS_MUCH = 3.0  # within this factor of a rung a mismatch counts as that rung's
 CALM, WATCH, ALARM = "calm", "watch", "alarm"
+OF_CORRECTION = {"kept_fraction", "ess"}
+OF_CONFIG = {"all_rejected", "few_kept", "product_too_long", "weights_of_one"}  # alarms of a step, of its correction
 MOST_LOST = 0.1  # of what was read: the most that may be unread in a calm run, and the most padding that goes untold
 TOLD = {"What to do": "name a dump: without tokens no cause can be told."}
 WHY = (
@@ -105,7 +107,8 @@ def _of_tokens(report: Report, proposal: Proposal | None) -> Verdict:
     parts = {
         "How large": f"{FIRST} is {kl_k3:.3g} a token. {in_words(kl_k3)}",
         "Beyond its limit": f"{'; '.join(limits)}." if limits else "",
-        "Why": WHY if limits and not is_explained else "",
+        "Why": WHY if _differ(report) and not is_explained else "",
+        **_at_steps(report),
         **_unread(report),
         "Certain on both sides": _certain(report),
         "Since when": since({step: row[FIRST] for step, row in report.steps.items() if FIRST in row}, report.changes),
@@ -118,11 +121,45 @@ def _of_tokens(report: Report, proposal: Proposal | None) -> Verdict:
 def level_of(report: Report) -> str:
     """An alarm at a kl_k3 beyond its alarm or at a cause that is more than low precision; calm within all limits."""
     is_explained = any(finding.name != PRECISION for finding in report.findings)
-    if is_explained or not report.whole[FIRST] <= LIMITS[FIRST].alarm:
+    bad = _bad_steps(report)
+    if is_explained or not report.whole[FIRST] <= LIMITS[FIRST].alarm or max(report.steps) in bad:
         return ALARM
+    if bad or _of_config(report):
+        return WATCH
     rose = any(change.factor > 1 and change.after > LIMITS[FIRST].high for change in report.changes)
     beside = beyond({FIRST: _beside_certain(report)})
     return WATCH if beyond(report.whole) or beside or rose or _much_is_lost(report) or report.usable < FEW else CALM
+
+
+def _bad_steps(report: Report) -> dict[int, float]:
+    """The kl_k3 of the steps that are an alarm by themselves, and have tokens enough."""
+    steps = {step: row[FIRST] for step, row in report.steps.items() if FIRST in row and row["tokens"] >= FEW}
+    return {step: x for step, x in steps.items() if x > LIMITS[FIRST].alarm}
+
+
+def _of_config(report: Report) -> list[str]:
+    """The alarms of the steps about what the run's own config does, in words."""
+    return [f"at step {step} {message}" for step, name, message in report.alarms if name in OF_CONFIG]
+
+
+def _differ(report: Report) -> list[str]:
+    """The numbers beyond their limits that the correction does not change, in words."""
+    return beyond({name: x for name, x in report.whole.items() if name not in OF_CORRECTION})
+
+
+def _at_steps(report: Report) -> dict[str, str]:
+    """Which steps are beyond the alarm where the run is not, and the first alarm of the run's own config."""
+    bad, alarms = _bad_steps(report), _of_config(report)
+    worst = max(bad, key=lambda step: bad[step], default=0)
+    count = f"at {len(bad)} of {len(report.steps)} steps" if bad else ""
+    steps = (
+        f"{count} {FIRST} is above {LIMITS[FIRST].alarm:g}; the highest is {bad.get(worst, 0):.3g}, at step {worst}."
+    )
+    more = f"; and {len(alarms) - 1} more alarms" if alarms[1:] else ""
+    return {
+        "Beyond its limit at some steps": steps if bad and report.whole[FIRST] <= LIMITS[FIRST].high else "",
+        "What the config does": f"{alarms[0]}{more}." if alarms else "",
+    }
 
 
 def _beside_certain(report: Report) -> float:
@@ -205,16 +242,16 @@ def of_curves(curves: Sequence[Curve], rejected: int = 0, unread: int = 0, probl
     tokens = f"{were_rejected(rejected, rejected)}." if rejected else ""
     lost = {"Tokens were not read": tokens, "Not read": few} | _broke_off([*problems.torn])
     lost |= {"Not logged to the end": _each(curves, _ended)}
-    told, again = TOLD | _how_large(curves) | over_time, {"Logged again": _each(curves, _again)}
+    parts, again = TOLD | over_time | _how_large(curves), {"Logged again": _each(curves, _again)}
     if limits:
         alarming = any(name == FIRST and x > LIMITS[FIRST].alarm for _, name, _, x in rows)
         level, headline = ALARM if alarming else WATCH, f"Last seen beyond its limit: {words}."
-        return Verdict(level, headline, told | earlier | lost | again)
+        return Verdict(level, headline, parts | earlier | lost | again)
     if rose or any((earlier | lost).values()):
         name, text = next((name, text) for name, text in (lost | earlier | over_time).items() if text)
-        return Verdict(WATCH, f"{name}: {text}", told | lost | earlier | over_time | again | {name: ""})
+        return Verdict(WATCH, f"{name}: {text}", parts | lost | earlier | over_time | again | {name: ""})
     names = ", ".join(dict.fromkeys(name for _, name, _, _ in rows))
-    return Verdict(CALM, f"The curves end within their limits: {names}.", told | again)
+    return Verdict(CALM, f"The curves end within their limits: {names}.", parts | again)
 
 
 def _measures(name: str, value: float) -> bool:
@@ -328,6 +365,12 @@ def _headline(report: Report, level: str) -> str:
     if _much_is_lost(report) and not beyond(report.whole):
         lost = _rejected(report) if report.rejected > MOST_LOST * report.sequences else "a file broke off, or is empty"
         return f"What was read agrees as well as a healthy run, but {lost}."
+    if steps := _at_steps(report)["Beyond its limit at some steps"]:
+        return f"{steps[0].upper()}{steps[1:]}"
+    if not _differ(report) and (does := [*beyond(report.whole), *_of_config(report)]):
+        return (
+            f"Rollout engine and trainer agree as well as a healthy run, but look at the run's own config: {does[0]}."
+        )
     return "Rollout engine and trainer differ more than a healthy run; no single cause shows."
 
 

@@ -199,6 +199,25 @@ def test_calm_tokens_beside_a_curve_that_is_not_are_never_calm(tmp_path: Path) -
     assert all(f">{name}/metrics.jsonl<" in page or f"{name}/metrics.jsonl -->" in page for name in ("a", "b"))
 
 
+@pytest.mark.parametrize(("config", "why"), [("geometric-mis", "ess is 0.3"), ("geometric-rs", "at step ")])
+def test_a_run_whose_own_config_harms_is_not_calm(config: str, why: str, tmp_path: Path) -> None:
+    rows = records(recorded("int8", 1)) if config == "geometric-mis" else BF16
+    shifted = [replace(row, proximal_log_probs=row.behavior_log_probs - 0.02) for row in rows if row.step == 7]
+    write_lines(tmp_path / "run.jsonl", [*(row for row in rows if row.step < 7), *shifted])
+    _, told = reported(tmp_path / "run.jsonl", "--config", config)
+    headline = told["verdict"]["headline"]
+    assert told["verdict"]["level"] == WATCH and f"look at the run's own config: {why}" in headline, headline
+
+
+@pytest.mark.parametrize(("step", "level"), [(3, WATCH), (7, ALARM)])
+def test_a_step_that_is_an_alarm_is_told_however_loud_the_others_are(step: int, level: str) -> None:
+    made = surveyed(BF16)
+    loud = {**made.steps, step: {**made.steps[step], FIRST: 0.06}}
+    judged = verdict(replace(made, steps=loud, findings=[], changes=[]), None)
+    assert judged.level == level
+    assert judged.headline == f"At 1 of 8 steps kl_k3 is above 0.05; the highest is 0.06, at step {step}."
+
+
 def test_a_cause_of_a_small_part_says_so_in_the_headline(tmp_path: Path) -> None:
     """The first half of each response is an engine's in int6, as where an earlier version wrote it."""
     halves = [
@@ -438,6 +457,12 @@ def test_two_dumps_a_factor_of_ten_apart_are_a_rise() -> None:
     (since,) = (line for line in verdict(made, None).lines if line.startswith("Since when"))
     assert re.fullmatch(r"Since when: kl_k3 rose 10\.\d times at step 1, from 0\.0022 to 0\.023\.", since)
     assert made.findings[0].name == "jump" and verdict(made, None).level == ALARM
+
+
+def test_a_last_step_beyond_the_noise_of_the_steps_before_is_a_change() -> None:
+    """The move to the last step is no noise of the moves beside it."""
+    steps = [2.58, 1.97, 2.19, 3.17, 2.35, 2.34, 1.93, 1.69, 3.25, 1.99, 2.35, 2.05, 3.53, 2.01, 1.72, 62.13]
+    assert [change.step for change in changes(range(16), steps)] == [15]
 
 
 @pytest.mark.parametrize("steps", [2, 3, 6, 8, 20])
