@@ -475,7 +475,10 @@ def areal_blocks(draw: Callable) -> dict:
     values = {key: st.sampled_from(choices) for key, choices in from_areal.CHOICES.items()}
     keys = draw(st.fixed_dictionaries({}, optional=values | {"lower": lower, "upper": upper}))
     if keys.get("metric", "ratio") != "ratio":
-        keys |= {"upper": draw(st.floats(0.01, 1.0)), "lower": draw(st.none() | st.floats(-1.0, 0.005))}
+        keys |= {
+            "upper": draw(st.floats(0.01, 1.0)),
+            "lower": draw(st.none() | st.floats(-1.0, 2**-8, width=32, allow_subnormal=False)),
+        }
     return keys
 
 
