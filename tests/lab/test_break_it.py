@@ -33,6 +33,7 @@ SECONDS = 300 / len(set(ROOMS) - READERS) if os.environ.get("CI") else 0
 # Cases of a round, of other rooms 50. A case of `ranks` or `split` asks its ranks 12 times.
 CASES = {"losses": 15, "weights": 25, "large": 2, "dumps": 10, "files": 5, "memory": 2, "ranks": 2, "split": 2}
 READ = {
+    "a default that braces set": ('X=({"${A:=b}",c})\npython3 train.py "${A:-d}"', ["b"]),
     "an output that is empty": ('A=$(echo "")\npython3 train.py "${A:=b}" x', ["b", "x"]),
     "assignments that cannot fail": ("A=b\nD=1 && export E=1 && A=a\npython3 train.py $A", ["a"]),
     "what a substitution sets stays in it": ("A=$(echo ${B:=b})\npython3 train.py $A ${B:-c}", ["b", "c"]),
@@ -161,7 +162,6 @@ UNSURE = {
     "a sum within a subscript": ("B=1; X=(a b c); A=${X[B++]}\npython3 train.py $B", ["2"]),
     "a sum that cuts a text": ("B=1; A=abc; A=${A:$((B = 2))}\npython3 train.py $B", ["2"]),
     "a loop that counts": ("for ((B=0; B<2; B++)); do :; done\npython3 train.py $B", ["2"]),
-    "a default that braces set": ('X=({"${A:=b}",c})\npython3 train.py "${A:-d}"', ["b"]),
     "a default in a heredoc": ("cat <<E\n${A:=b}\nE\npython3 train.py ${A:-d}", ["d"]),
     "a default in a pattern": ("[[ x == ${A:=b}* ]]\npython3 train.py ${A:-d}", ["b"]),
     "an array that one branch makes a text": (
@@ -178,6 +178,9 @@ UNSURE = {
         ["b"],
     ),
     "a text that names no variable": ("A='b x'; f() { B=${!A}; C=a; }\nf\npython3 train.py a$C", ["a"]),
+    "a blank between items of one branch": ('(( 1 > 2 )) && X=(a b)\nB="${X[*]}"\npython3 train.py "${B:+c}"', [""]),
+    "an alternative for items of one branch": ('(( 1 > 2 )) && X=(a)\nB="${X[@]+c}"\npython3 train.py "${B:+c}"', [""]),
+    "no name in braces": ('f() { X=({"${!B}",c}); C=a; }\nf\npython3 train.py a$C', ["a"]),
     "letters to cut at for one read": ('IFS=, read -ra X <<< "a,b"\npython3 train.py "${X[@]}"', ["a", "b"]),
 }
 START = '\nU.execute_train(train_args=f"--a {A}")\n'  # of a launcher

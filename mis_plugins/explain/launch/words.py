@@ -60,9 +60,12 @@ def under(text: Text, branch: str) -> Text:
 
 
 def spaced(words: Iterable[Text]) -> Text:
-    """Words in one text, with a blank between each two."""
-    pieces = [piece for word in words for piece in (*word, Piece(" "))]
-    return tuple(pieces[:-1])
+    """Words in one text, with a blank between each two, which is no surer than they are."""
+    pieces: list[Piece] = []
+    for count, word in enumerate(words):
+        branch = next((piece.branch for piece in (*pieces[-1:], *word) if piece.branch), None)
+        pieces += [Piece(" ", branch=branch), *word] if count else word
+    return tuple(pieces)
 
 
 def fields(text: Text, blanks: str = "[ \t\n]") -> list[Text]:

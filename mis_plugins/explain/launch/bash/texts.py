@@ -160,6 +160,7 @@ class Texts(Reader):
             return [self.literal(item, node) for item in expanded if item]
         open_parts = [says(part) if part.type in ("word", "brace_expression") else "x" for part in node.children]
         if node.type == "concatenation" and re.search(r"\{.*(,|\w\.\.\w).*\}", "".join(open_parts), re.S):
+            self.text(node)  # sets what its expansions set
             return [self.unknown(node)]
         text = self.text(node)
         if node.type in EXPANSIONS:
@@ -321,7 +322,7 @@ class Texts(Reader):
             return literal(cut("=")[2] if "=" in content else content, self.lines(node))
         self.used |= literals_of(text)
         is_name = text != () and all(piece.text is None or OF_A_NAME.fullmatch(piece.text) for piece in text)
-        if operator == "!" and value is not None and not is_name:
+        if operator == "!" and not (is_name or whole or says(node).endswith(("*}", "@}"))):
             self.unread(node, f"bash stops where {name} holds no name of a variable")
         is_set = any(piece.text != "" for piece in text)
         if operator in ("-", "=", "+"):
@@ -335,10 +336,11 @@ class Texts(Reader):
             return unknown if value is None else ()
         if not is_alternative and operator not in DEFAULTS or len(node.named_children) < 2:
             return unknown
-        text = self._instead(node)
+        text_before, text = text, self._instead(node)
         self.unused.discard((self.source, node.id))
         if is_alternative:
-            is_sure = isinstance(value, list) or any(piece.text and not piece.branch for piece in value or ())
+            is_sure = isinstance(value, list) and any(map(is_one, value))
+            is_sure = is_sure or any(piece.text and not piece.branch for piece in text_before)
             return text if is_sure else unknown
         self.reading.assume_unset(name)
         if operator.endswith("="):
