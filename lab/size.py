@@ -193,6 +193,7 @@ HOLD = {
     "tests/kernels": "pins and probes on a CPU and on stand-ins of a GPU",
     "tests/documents": "every page, sentence, command and figure",
     "tests/config": "every refusal, in its words",
+    "tests/peers": "the peers' own packages as judges",
     "tests/verify": "certificates, and engines that answer wrongly",
 }
 """Why a room holds what it holds: what README, docs and open issues promise that stands there and nowhere else."""

@@ -58,7 +58,7 @@ class _AfterImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != MODULE:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return spec

@@ -162,7 +162,7 @@ class Recorder:
     rollout: the rollout of the last call of `check_rollout`.
     ran_in_rollout: whether a hook of ours ran since that call.
     warned: names of warnings that are not given again.
-    lock: held while a micro-batch is added, since threads of one process may train.
+    lock: held while `record` adds a micro-batch, since threads of one process may train.
     """
 
     step: tuple[int, int] | None = None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import InputError
-from mis_plugins.explain.limits import FIRST
+from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.report.beside import found_config, spell, tokenizer_of
 from mis_plugins.report.causes import FEW
 from mis_plugins.report.proposal import Proposal, propose
@@ -69,11 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def alarmed(document: Document) -> bool:
-    """Whether an alarm of docs/metrics.md fires, a cause shows, or a number lies beyond its limit.
+    """Whether an alarm of docs/metrics.md fires, a cause shows, or a number leaves its limit, rises or ends early.
 
     A file that breaks off may be one that the run still writes.
     """
-    made, beside = document.report, of_curves(document.curves)
+    made = document.report
+    beside = of_curves(document.curves, least=LIMITS[FIRST].high if made else 0.0)
     if beside.measured and beside.level != CALM:
         return True
     if made is None or not document.verdict.measured:

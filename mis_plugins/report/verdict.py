@@ -85,7 +85,7 @@ def possible(name: str, value: float) -> bool:
 
 def verdict(report: Report, proposal: Proposal | None, curves: Sequence[Curve] = ()) -> Verdict:
     """The verdict on a run with tokens, which may be a few of the steps that curves beside them show."""
-    whole, beside = _of_tokens(report, proposal), of_curves(curves)
+    whole, beside = _of_tokens(report, proposal), of_curves(curves, least=LIMITS[FIRST].high)
     if not beside.measured or beside.level == CALM:
         return whole
     parts = {"Curves beside": beside.headline, **whole.parts}
@@ -94,7 +94,7 @@ def verdict(report: Report, proposal: Proposal | None, curves: Sequence[Curve] =
     since_when = beside.parts["Since when"] or whole.parts["Since when"]
     do = {"What to do": "name dumps of the steps that the curves show too.", "What to run with": ""}
     do |= {"Since when": since_when}
-    headline = "What was read of tokens agrees as well as a healthy run, but the curves beside do not."
+    headline = "What was read of tokens agrees as well as a healthy run, but the curves beside call for a look."
     return Verdict(beside.level, headline, parts | do)
 
 
@@ -217,7 +217,9 @@ def _of_nothing(report: Report) -> Verdict:
     return Verdict(ALARM, f"Nothing was measured: {why}.", look | _unread(report), measured=False)
 
 
-def of_curves(curves: Sequence[Curve], rejected: int = 0, unread: int = 0, problems: Problems | None = None) -> Verdict:
+def of_curves(
+    curves: Sequence[Curve], rejected: int = 0, unread: int = 0, problems: Problems | None = None, least: float = 0.0
+) -> Verdict:
     """The verdict on curves without tokens, by the last value of each number: a log's row holds only some numbers.
 
     A number that lay beyond its limit before is told too.
@@ -225,6 +227,7 @@ def of_curves(curves: Sequence[Curve], rejected: int = 0, unread: int = 0, probl
     rejected: number of records of tokens that could not be read.
     unread: number of rows of the curves that could not be read.
     problems: what could not be read, and which files broke off; None where all was read.
+    least: the kl_k3 above which a rise counts.
     """
     problems = problems or Problems()
     rows = [(curve, name, step, x) for curve in curves for name, (step, x) in _last(curve).items()]
@@ -236,7 +239,7 @@ def of_curves(curves: Sequence[Curve], rejected: int = 0, unread: int = 0, probl
         why = words or (_unknown(curves) if curves and not rejected else _unreadable(rejected, problems.kept))
         return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", TOLD, measured=False)
     earlier = {"Beyond its limit before": _each(curves, _earlier)}
-    over_time, rose = _over_time(curves)
+    over_time, rose = _over_time(curves, least)
     read = sum(len(curve.values) for curve in curves)
     few = f"{unread} of {unread + read} rows of the curves." if unread > MOST_LOST * read else ""
     tokens = f"{were_rejected(rejected, rejected)}." if rejected else ""
@@ -277,20 +280,20 @@ def _each(curves: Sequence[Curve], words: Callable[[Curve], str]) -> str:
     return "; ".join(sentences) + "." * bool(sentences)
 
 
-def _over_time(curves: Sequence[Curve]) -> tuple[dict[str, str], bool]:
+def _over_time(curves: Sequence[Curve], least: float) -> tuple[dict[str, str], bool]:
     """How kl_k3 changes on the first curve that rises, or else on the first with several steps; whether it rises."""
     moved = []
     for curve in curves:
         values = {step: x for step, row in curve.values.items() if math.isfinite(x := row.get(FIRST, math.nan))}
         moved.append((curve, values, changes(list(values), list(values.values()))))
-    order = sorted(moved, key=lambda move: (not _rises(move[2]), len(move[1]) < 2))
+    order = sorted(moved, key=lambda move: (not _rises(move[2], least), len(move[1]) < 2))
     curve, values, moves = order[0]
     sentence = since(values, moves).removesuffix(".") + _of(curve, curves)
-    return {"Since when": f"{sentence}."}, _rises(moves)
+    return {"Since when": f"{sentence}."}, _rises(moves, least)
 
 
-def _rises(moves: Sequence[Change]) -> bool:
-    return any(move.factor > 1 for move in moves)
+def _rises(moves: Sequence[Change], least: float) -> bool:
+    return any(move.factor > 1 and move.after > least for move in moves)
 
 
 def _ended(curve: Curve) -> str:

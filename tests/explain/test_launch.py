@@ -265,6 +265,11 @@ TOLD = [
     )),
     (None, f"python gen.py --out=mis.yaml\npython3 train.py {FULL}", (), 2, "something that the script calls may"),
     (None, f"test -f mis.yaml\npython3 train.py {FULL}", (), 1, "no such file"),
+    *((MIS, f"ARGS=({FULL})\n[ $W ] && ARGS+=(--use-wandb)\n{start}", (), 0, NONE) for start in (
+        'run() { local cmd="$*"; eval "$cmd"; }\nrun python3 train.py "${ARGS[@]}"',
+        'eval "python3 train.py ${ARGS[*]}"',
+    )),
+    (MIS, f"C=mis.yaml\ncat <<E\n${{C:=b}}\nE\npython3 train.py {FULL.replace('mis.yaml', '$C')}", (), 0, NONE),
     (MIS, f"cd /none/miles\npython3 train.py {FULL}", (), 2, "the script changes to /none/miles/, where it is not"),
     (MIS, f"cd /none/miles\ngit pull\ncd -\npython3 train.py {FULL}", (), 0, NONE),
     (MIS, f"pushd /none\npopd\npython3 train.py {FULL}", (), 0, NONE),

@@ -30,7 +30,8 @@ from mis_plugins.report.causes import CAUSES
 from mis_plugins.report.changes import changes, smallest_rise
 from mis_plugins.report.command import run
 from mis_plugins.report.proposal import NOTHING, propose
-from mis_plugins.report.readers.files import Curve
+from mis_plugins.report.readers.files import Curve, Problems
+from mis_plugins.report.readers.paths import find
 from mis_plugins.report.record import Record, from_mapping, lacking
 from mis_plugins.report.survey import Survey, report
 from mis_plugins.report.sweep import candidates
@@ -168,6 +169,36 @@ def test_a_correction_that_leaves_little_is_told_by_our_hooks_names(name: str, t
     assert told["verdict"]["level"] == WATCH and "is 0.02, below 0.5, at step 8" in told["verdict"]["headline"]
 
 
+def test_a_rise_below_the_limit_beside_calm_tokens_is_calm(tmp_path: Path) -> None:
+    run = run_of_bf16(tmp_path / "run")
+    rows = [{"step": step, "kl_k3": 1e-4 if step < 40 else 2.2e-4} for step in range(60)]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _, told = reported(run)
+    assert told["verdict"]["level"] == CALM
+
+
+def test_rows_of_an_evaluation_count_by_its_own_step(tmp_path: Path) -> None:
+    rows = [{"train/step": step, "train/mis_k3_kl": 1e-3, "_step": 4 * step} for step in range(20)]
+    rows.append({"eval/step": 19, "eval/score": 0.5, "_step": 80})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _, told = reported(tmp_path / "metrics.jsonl")
+    assert told["verdict"]["level"] == CALM
+
+
+def test_a_log_that_goes_back_at_each_row_costs_little(tmp_path: Path) -> None:
+    rows = [{"step": step, "kl_k3": 1e-3} for step in (*range(3000), *range(2998, -1, -1))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (log,) = find([tmp_path], Problems()).read_curves(Problems())
+    assert len(log.replaced) < len(rows)
+
+
+def test_a_mapping_beside_the_numbers_of_a_row_hides_none(tmp_path: Path) -> None:
+    rows = [{"step": step, "kl_k3": 0.2, "data": {"source": "gsm8k"}} for step in range(9)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _, told = reported(tmp_path / "metrics.jsonl")
+    assert told["verdict"]["level"] == ALARM
+
+
 def test_the_files_that_one_run_of_tensorboard_writes_are_one_curve(tmp_path: Path) -> None:
     for file, (start, level) in enumerate(((0, 1e-3), (50, 8e-3))):
         events = (event(step, "train/mis_k3_kl", level) for step in range(start, start + 50))
@@ -192,7 +223,8 @@ def test_calm_tokens_beside_a_curve_that_is_not_are_never_calm(tmp_path: Path) -
         (run / name / "metrics.jsonl").write_text("\n".join(logged_at(RESTARTED)))
     code, told = reported(run, "--watch")
     parts = told["verdict"]["parts"]
-    assert code == 3 and told["verdict"]["level"] == ALARM and "curves beside do not" in told["verdict"]["headline"]
+    assert (code, told["verdict"]["level"]) == (3, ALARM)
+    assert "curves beside call for a look" in told["verdict"]["headline"]
     assert f"at step 89 ({run / 'b' / 'metrics.jsonl'})" in parts["Curves beside"]
     assert "rose 200 times at step 60" in parts["Since when"] and "What to run with" not in parts
     page = (tmp_path / "out" / "report.html").read_text()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections import defaultdict
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from mis_plugins.report.record import LONGEST_WORD, printed, step_of
 from mis_plugins.shared.budget import ITEMS, LINE, STEPS, RecordError
 
 STEPS_OF_HOSTS = (
-    "rollout", "step", "train/step", "rollout/step", "_step", "rollout_id", "global_step", "iteration",
+    "rollout", "step", "train/step", "rollout/step", "eval/step", "_step", "rollout_id", "global_step", "iteration",
     "global_step/max_steps",
 )  # fmt: skip
 # What other packages call our metrics: by package, ours beside a name of theirs.
@@ -77,28 +77,34 @@ class Points:
     kept: the numbers of each step.
     replaced: as of a `Curve`.
     logged: of each step the names in the file of the numbers in `kept` that have a limit.
+    order: the steps of `logged`, sorted.
     """
 
     kept: dict[int, dict[str, float]] = field(default_factory=dict)
     replaced: list[Row] = field(default_factory=list)
-    logged: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    logged: dict[int, set[str]] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
         """Add a row of a log. Where the log has one of its numbers already, the run starts anew from the step on."""
         names = {name: our_name(name) for name in row}
         limited, kept = {name for name, ours in names.items() if ours in LIMITS}, self.kept.setdefault(step, {})
-        if not limited.isdisjoint(self.logged[step]):
+        if not limited.isdisjoint(self.logged.get(step, ())):
             self._start_anew(step)
-        self.logged[step] |= limited
+        if step not in self.logged:
+            insort(self.order, step)
+        self.logged[step] = self.logged.get(step, set()) | limited
         kept.update({names[name]: x for name, x in row.items()})
 
     def _start_anew(self, step: int) -> None:
         """Move the numbers that have a limit of a step, and of all later ones, to `replaced`."""
-        is_last = step == next(reversed(self.kept))
-        for later in [step] if is_last else [later for later in self.kept if later >= step]:
-            row = self.kept[later]
-            self.replaced.append((later, {name: row.pop(name) for name in LIMITS if name in row}))
-            self.logged[later].clear()
+        is_last, first = step == next(reversed(self.kept)), bisect_left(self.order, step)
+        behind = first + 1 if is_last else len(self.order)
+        for later in self.order[first:behind]:
+            kept = self.kept[later]
+            self.replaced.append((later, {name: kept.pop(name) for name in LIMITS if name in kept}))
+            del self.logged[later]
+        del self.order[first:behind]
 
 
 def _add_rows(points: Points, path: Path, kind: str, problems: Problems) -> bool:
@@ -119,7 +125,7 @@ def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:
     """
     given = [*(_count(mapping[name]) for name in STEPS_OF_HOSTS if name in mapping), *([] if step is None else [step])]
     logged = mapping.get("data")  # verl's file of a run, whose writer has null for NaN
-    if isinstance(logged, Mapping):
+    if isinstance(logged, Mapping) and mapping.keys() <= {*STEPS_OF_HOSTS, "data"}:
         mapping = {name: "NaN" if x is None else x for name, x in logged.items()}
     numbers = {name: float(x) for name, x in mapping.items() if _is_number(x) or x in NOT_FINITE}
     return [(step_of(next(filter(_is_number, given), given[0])), numbers)] if given else []

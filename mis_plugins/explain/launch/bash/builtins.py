@@ -116,7 +116,10 @@ class Builtins(Texts):
             return self.literal(says(body), body)
         with self.now(variables=dict(self.variables)):  # of most commands, bash expands it in a process of its own
             text = self.mixed(body, body.start_byte, body.end_byte)
-        self.variables |= {name: self.unknown(place) for name, place in set_within(body)}
+        for name, place in set_within(body):
+            before = self.variables.get(name, ())
+            if place.type != "expansion" or isinstance(before, list) or not known(before):
+                self.variables[name] = self.unknown(place)
         return text
 
     def _assignment(self, node: Node) -> None:

@@ -243,8 +243,8 @@ class Commands(Builtins):
             self._within(self.positional, len(self.texts), lambda: self.run_text(script), shares)
 
     def _evaluated(self, piece: Piece) -> str:
-        """A part of a text that is evaluated; words that a branch adds stay words."""
-        if piece.text is not None and not piece.branch:
+        """A part of a text that is evaluated; words that a branch adds stay words, and blanks part words for sure."""
+        if piece.text is not None and not (piece.branch and piece.text.strip()):
             return piece.text
         are_words = piece.text is not None and PLAIN_WORDS.fullmatch(piece.text)
         script = ""
