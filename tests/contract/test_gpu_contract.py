@@ -97,7 +97,7 @@ def test_ulysses_shares_the_heads_of_a_tensor_parallel_rank() -> None:
 
 
 def test_the_advice_of_a_size_that_few_ranks_share_is_of_the_users_ranks() -> None:
-    """Of 3076 columns 8 ranks have no equal share."""
+    """An MLP of 3076 columns cannot be cut into 8 equal parts, one for each rank."""
     with pytest.raises(ContractError, match="engine tensor parallel 1: the o product .* both to 2 or 4$"):
         gpu_contract("qwen3-dense", "megatron", size=Size(1024, 3076, 16, 8, 128, 151936))
 

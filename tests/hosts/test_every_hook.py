@@ -109,7 +109,7 @@ def test_the_loss_is_corrected(host: Bodies, hook: dict[str, Any]) -> None:
 
 
 def test_the_hook_of_fsdp_is_refused_on_megatron(host: Bodies) -> None:
-    """It would take a rank for the whole job, and scale the loss for a host that divides by the kept tokens."""
+    """On Megatron the hook of FSDP would take one rank for the whole job, and scale a loss that slime divides."""
     told = (
         "compute_mis_weights_fsdp: .* runs; give --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
     )

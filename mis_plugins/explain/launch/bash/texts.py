@@ -302,46 +302,69 @@ class Texts(Reader):
 
     def _braced(self, node: Node) -> Text:
         """`${NAME}`, `${NAME:-default}` and the like; all that cuts or counts is not known."""
-        unknown, named = self.unknown(node), next(iter(node.named_children), None)
         self.ran.add((self.source, node.id))
+        named = next(iter(node.named_children), None)
         if named is None:
-            return unknown
+            return self.unknown(node)
         name, whole = says(named).partition("[")[0], named.type == "subscript"
         if name == "BASH_SOURCE":
             return literal(str(self.path))
         if whole and not says(named).endswith(("[@]", "[*]")):
             return self._item(node, name)
-        marks = (child.type for child in node.children if not child.is_named and child.type not in ("${", "}"))
-        operator = next(marks, "")
         value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
         if isinstance(value, list) and not whole:
             value = self._first(value, node) if value else None
         text = spaced(value) if isinstance(value, list) else value or ()
-        if says(node).endswith("#*=}") and (content := known(text)) is not None:  # `--key=value` without its key
-            cut = content.rpartition if operator == "##" else content.partition
-            return literal(cut("=")[2] if "=" in content else content, self.lines(node))
+        if says(node).endswith("#*=}") and (content := known(text)) is not None:
+            return self._behind_key(node, content)
         self.used |= literals_of(text)
-        is_name = text != () and all(piece.text is None or OF_A_NAME.fullmatch(piece.text) for piece in text)
-        if operator == "!" and not (is_name or whole or says(node).endswith(("*}", "@}"))):
-            self.unread(node, f"bash stops where {name} holds no name of a variable")
+        return self._operated(node, name, value, text, whole)
+
+    def _behind_key(self, node: Node, content: str) -> Text:
+        """`${1#*=}` and `${1##*=}`, which take the key off `--key=value`."""
+        cut = content.rpartition if "##" in says(node) else content.partition
+        return literal(cut("=")[2] if "=" in content else content, self.lines(node))
+
+    def _operated(self, node: Node, name: str, value: Value | None, text: Text, whole: bool) -> Text:
+        """What the operator of `${NAME...}` makes of the value, which `text` holds with blanks between items."""
+        marks = (child.type for child in node.children if not child.is_named and child.type not in ("${", "}"))
+        operator = next(marks, "")
+        self._check_indirect(node, name, text, operator == "!" and not whole)
         is_set = any(piece.text != "" for piece in text)
         if operator in ("-", "=", "+"):
             is_set = value is not None and value != []
         if operator in ("", ":?", "?") or is_set and operator in DEFAULTS:
             self.unused |= set() if known(text) is None else {(self.source, node.id)}
             return self._valued(node, name, whole)
-        is_alternative = is_set and operator in ("+", ":+")
-        if not is_set and operator in ("+", ":+"):
+        if operator in ("+", ":+"):
+            return self._alternative(node, value, text, is_set)
+        return self._default(node, name, operator)
+
+    def _check_indirect(self, node: Node, name: str, text: Text, is_indirect: bool) -> None:
+        """Tell of `${!NAME}` whose text is no name of a variable; `${!NAME*}` lists names."""
+        is_name = text != () and all(piece.text is None or OF_A_NAME.fullmatch(piece.text) for piece in text)
+        if is_indirect and not is_name and not says(node).endswith(("*}", "@}")):
+            self.unread(node, f"bash stops where {name} holds no name of a variable")
+
+    def _alternative(self, node: Node, value: Value | None, text: Text, is_set: bool) -> Text:
+        """`${NAME:+alternative}`; not known where branches alone set the variable."""
+        if not is_set:
             self.unused.add((self.source, node.id))
-            return unknown if value is None else ()
-        if not is_alternative and operator not in DEFAULTS or len(node.named_children) < 2:
-            return unknown
-        text_before, text = text, self._instead(node)
+            return self.unknown(node) if value is None else ()
+        if len(node.named_children) < 2:
+            return self.unknown(node)
+        alternative = self._instead(node)
         self.unused.discard((self.source, node.id))
-        if is_alternative:
-            is_sure = isinstance(value, list) and any(map(is_one, value))
-            is_sure = is_sure or any(piece.text and not piece.branch for piece in text_before)
-            return text if is_sure else unknown
+        has_item = isinstance(value, list) and any(map(is_one, value))
+        is_sure = has_item or any(piece.text and not piece.branch for piece in text)
+        return alternative if is_sure else self.unknown(node)
+
+    def _default(self, node: Node, name: str, operator: str) -> Text:
+        """`${NAME:-default}`, and `${NAME:=default}`, which sets the variable; both of one that is not set."""
+        if operator not in DEFAULTS or len(node.named_children) < 2:
+            return self.unknown(node)
+        text = self._instead(node)
+        self.unused.discard((self.source, node.id))
         self.reading.assume_unset(name)
         if operator.endswith("="):
             self.variables[name] = text
