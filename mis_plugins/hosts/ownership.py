@@ -60,7 +60,10 @@ class Hook(functools.partial[R]):
 
 
 class Uncalled(Hook[R]):
-    """A hook before its first call, which looks for another flag; later calls cost no more than the function's."""
+    """A hook before its first call, which raises where a hook is named under another hook's flag.
+
+    Later calls look at no flag, and cost no more than a call of the function.
+    """
 
     def __call__(self, *given: Any, **named: Any) -> R:
         if misplaced := under_another_flag(given[0] if given else named.get("args")):

@@ -485,7 +485,10 @@ REFUSED = [
     ({"on_difference": "stop"}, r"bitwise.on_difference: got 'stop'; choose one of warn, raise"),
     ({"folder": 3}, r"bitwise.folder: got 3; expected text"),
     ({"loss": "mis_plugins.mis.nothing"}, r"bitwise.loss: cannot load 'mis_plugins.mis.nothing' .*; give package"),
-    ({"loss": "math.pi"}, r"bitwise.loss: 'math.pi' is no function that our hook can call; name another's"),
+    (
+        {"loss": "math.pi"},
+        r"bitwise.loss: 'math.pi' is no function, or is true_on_policy's own; name a function of another",
+    ),
     ({"loss": "true_on_policy.hosts.policy_loss"}, r"bitwise.loss: 'true_on_policy.hosts.policy_loss' is no function"),
 ]
 

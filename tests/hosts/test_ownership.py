@@ -3,6 +3,7 @@
 import argparse
 import pickle
 import pkgutil
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -143,6 +144,12 @@ def test_every_hook_has_the_one_class_and_is_what_its_path_names(monkeypatch: py
         assert pickle.loads(pickle.dumps(hook)) is hook
     monkeypatch.delitem(sys.modules, ownership.BASE[0])
     assert {hook.config_class for hook in EVERY_HOOK} == {None}, "no parser asks"
+
+
+def test_the_list_in_mis_py_names_the_flag_of_each_hook() -> None:
+    pairs = re.findall(r"--([a-z-]+) +mis_plugins\.mis\.(\w+)", mis.__doc__ or "")
+    listed = {name: flag.replace("-", "_") for flag, name in pairs}
+    assert listed == {name: flag for name, flag in ownership.FLAGS.items() if hasattr(mis, name)}
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -72,5 +72,7 @@ class BitwiseConfig:
                 f"bitwise.{name}: cannot load {path!r} ({error}); give package.module.function"
             ) from error
         if not callable(function) or path.startswith("true_on_policy."):
-            raise HostConfigError(f"bitwise.{name}: {path!r} is no function that our hook can call; name another's")
+            raise HostConfigError(
+                f"bitwise.{name}: {path!r} is no function, or is true_on_policy's own; name a function of another package"
+            )
         return function
