@@ -487,7 +487,7 @@ REFUSED = [
     ({"loss": "mis_plugins.mis.nothing"}, r"bitwise.loss: cannot load 'mis_plugins.mis.nothing' .*; give package"),
     (
         {"loss": "math.pi"},
-        r"bitwise.loss: 'math.pi' is no function, or is true_on_policy's own; name a function of another",
+        r"bitwise.loss: 'math.pi' is no function, or is true_on_policy's own; name another package's",
     ),
     ({"loss": "true_on_policy.hosts.policy_loss"}, r"bitwise.loss: 'true_on_policy.hosts.policy_loss' is no function"),
 ]

@@ -73,6 +73,6 @@ class BitwiseConfig:
             ) from error
         if not callable(function) or path.startswith("true_on_policy."):
             raise HostConfigError(
-                f"bitwise.{name}: {path!r} is no function, or is true_on_policy's own; name a function of another package"
+                f"bitwise.{name}: {path!r} is no function, or is true_on_policy's own; name another package's function"
             )
         return function

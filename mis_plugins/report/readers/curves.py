@@ -98,13 +98,12 @@ class Points:
 
     def _start_anew(self, step: int) -> None:
         """Move the numbers that have a limit of a step, and of all later ones, to `replaced`."""
-        is_last, first = step == next(reversed(self.kept)), bisect_left(self.order, step)
-        behind = first + 1 if is_last else len(self.order)
-        for later in self.order[first:behind]:
+        first = bisect_left(self.order, step)
+        for later in self.order[first:]:
             kept = self.kept[later]
             self.replaced.append((later, {name: kept.pop(name) for name in LIMITS if name in kept}))
             del self.logged[later]
-        del self.order[first:behind]
+        del self.order[first:]
 
 
 def _add_rows(points: Points, path: Path, kind: str, problems: Problems) -> bool:
