@@ -39,7 +39,7 @@ READ_KEYS = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", RE
 OWN_KEYS = READ_KEYS - {REJECTION}  # a host's own key may have the name of AReaL's block
 RULE_KEYS = ("rs_level", "rs_lower_bound", "rs_upper_bound")  # of the rule that `use_rs` or `use_mask` switches on
 MOST_ITEMS = 64  # of a list; each rule costs every step its time
-SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, 3.4028234663852886e38  # of 32 bits, in full, as the hooks compute
+SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, 3.4028234663852886e38  # that float32 holds in full precision
 
 
 def from_mapping(mapping: Any) -> CorrectionConfig:

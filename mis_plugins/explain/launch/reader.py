@@ -135,7 +135,7 @@ class Reader(ABC):
         ...
 
     @abstractmethod
-    def where(self) -> str:
+    def working_folder(self) -> str:
         """The folder that the script has changed to, from the one where it is started."""
         ...
 
@@ -146,7 +146,7 @@ class Reader(ABC):
 
     def write(self, file: str, text: Text, adds: bool = False) -> None:
         """Keep what the script writes into a file; what only a branch writes is not sure."""
-        file = from_start(self.where(), file)
+        file = from_start(self.working_folder(), file)
         before = self.reading.files.get(file, hole("what it holds before")) if adds else ()
         self.reading.files[file] = self.reading.paid(before + (under(text, self.branch) if self.branch else text))
 

@@ -413,7 +413,7 @@ class Commands(Shell):
         self.scripts += [script] if script else []
         paths = [path for path, _ in self.dialect.settings(given)]
         if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in no_values(given)):
-            self.starts.append(replace(self._start(given), script=script, folder=self.where()))
+            self.starts.append(replace(self._start(given), script=script, folder=self.working_folder()))
             self._give(words)
 
     def _give(self, words: Sequence[Text]) -> None:

@@ -106,7 +106,7 @@ class Builtins(Texts):
         body = next(parts_of(redirected, "heredoc_body"), None) if redirected else None
         if body is None or name == "cat" and len(words) > 1:
             file = shown(words[1]) if len(words) == 2 and name == "cat" else ""
-            return self.reading.files.get(from_start(self.where(), file), self.unknown(node))
+            return self.reading.files.get(from_start(self.working_folder(), file), self.unknown(node))
         return self._heredoc(body)
 
     def _heredoc(self, body: Node) -> Text:

@@ -145,7 +145,7 @@ class Commands(Builtins):
             ends = [name.end_byte]
         place = (0, 0) if self.source or not ends else (ends[-1], ends[-1])
         parts = {part.lower() for word in words for part in shown(word).replace(":", "/").split("/")}
-        given, hosts, folder = tuple(map(word_of, words[at + 1 :])), frozenset(parts & PACKAGES), self.where()
+        given, hosts, folder = tuple(map(word_of, words[at + 1 :])), frozenset(parts & PACKAGES), self.working_folder()
         if (named := WORKS_IN.search(shown(spaced(words[:at])))) and named[1] not in HERE:
             folder = os.path.join(folder, named[1], "")
         self.found.append(Launch(self.lines(name or node)[0], given, hosts, place, self.branch, folder=folder))

@@ -100,7 +100,7 @@ class Texts(Reader):
     def _folder(self) -> Text:
         return spaced(as_words(self.variables.get(FOLDER, ())))
 
-    def where(self) -> str:
+    def working_folder(self) -> str:
         return shown(self._folder())
 
     def _valued(self, node: Node, name: str, whole: bool = False) -> Text:
@@ -135,13 +135,13 @@ class Texts(Reader):
         ...
 
     def settle(self, node: Node) -> None:
-        """What a statement sets in the midst of its words is not known, but by a default that was read."""
+        """Forget the variables that a statement sets in the midst of its words, less those whose default was read."""
         for name, place in set_within(node):
             if place.type != "expansion" or (self.source, place.id) not in self.ran:
                 self.variables[name] = self.unknown(place)
 
     def either(self, first: Any, second: Any, branch: str) -> Any:
-        """What one branch makes an array is one in the other too: a text sets the first item of either."""
+        """Join two branches; where one makes a variable an array, the text of the other is its first item."""
         if isinstance(first, list) or isinstance(second, list):
             first, second = (x if isinstance(x, list) else [x] if x else [] for x in (first, second))
         return super().either(first, second, branch)

@@ -68,7 +68,7 @@ class Names(Reader, ast.NodeVisitor):
     def locals(self) -> dict[str, Any]:
         return self.frames[-1]
 
-    def where(self) -> str:
+    def working_folder(self) -> str:
         return self.folder
 
     def scopes(self) -> list[dict[str, Any]]:
