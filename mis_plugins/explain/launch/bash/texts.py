@@ -412,7 +412,7 @@ def is_one(word: Text) -> bool:
 
 def maybe(source: str) -> Text:
     """An item of an array that may be none."""
-    return under(hole(source), f"{source} does so")
+    return under(hole(source), f"{source} leaves it there")
 
 
 def depends(word: Text) -> bool:
