@@ -269,6 +269,7 @@ TOLD = [
         'run() { local cmd="$*"; eval "$cmd"; }\nrun python3 train.py "${ARGS[@]}"',
         'eval "python3 train.py ${ARGS[*]}"',
     )),
+    (MIS, f"X[1]=--lr\npython3 train.py {FULL} ${{X[@]}}", (), 0, "not read: (line 1): X[1]=--lr may give more flags"),
     (MIS, f"C=mis.yaml\ncat <<E\n${{C:=b}}\nE\npython3 train.py {FULL.replace('mis.yaml', '$C')}", (), 0, NONE),
     (MIS, f"cd /none/miles\npython3 train.py {FULL}", (), 2, "the script changes to /none/miles/, where it is not"),
     (MIS, f"cd /none/miles\ngit pull\ncd -\npython3 train.py {FULL}", (), 0, NONE),

@@ -127,7 +127,7 @@ class Builtins(Texts):
         if name is None:
             return
         if name.type == "subscript":
-            self.variables[says(name.named_children[0])] = [maybe(says(node))]
+            self.variables[says(name.named_children[0])] = [maybe(says(node), self.lines(node))]
             return
         before = self.variables.get(says(name))
         adds = any(child.type == "+=" for child in node.children)
@@ -152,7 +152,7 @@ class Builtins(Texts):
         """What a variable holds once a text is its value: the name of an array sets its first item."""
         if not isinstance(before, list):
             return text
-        return [text, *([maybe(says(node))] if before and depends(before[0]) else before[1:])]
+        return [text, *([maybe(says(node), self.lines(node))] if before and depends(before[0]) else before[1:])]
 
     def _declare(self, node: Node) -> None:
         """`export`, `local` and the like; within a function most of them make a variable of its own."""
@@ -194,7 +194,7 @@ class Builtins(Texts):
             name, item, _ = shown(word).partition("[")
             self.variables.pop(name, None)
             self.variables.pop(f"-x {name}", None)
-            self.variables |= {name: [maybe(says(node))]} if item else {}
+            self.variables |= {name: [maybe(says(node), self.lines(node))]} if item else {}
             self._beyond(name)
 
     def _fill(self, node: Node, words: list[Text]) -> None:

@@ -235,7 +235,9 @@ class Shell(Commands):
             changed = [name for name, value in self.variables.items() if before.get(name) != value]
             for name in changed if grammar.ends_early(body) else ():
                 is_array = isinstance(before.get(name), list) or isinstance(self.variables[name], list)
-                self.variables[name] = [maybe(f"${name}")] if is_array else hole(f"${name}", self.lines(node))
+                self.variables[name] = (
+                    [maybe(f"${name}", self.lines(node))] if is_array else hole(f"${name}", self.lines(node))
+                )
 
     def fork(self, label: str, then: Callable[[], object], otherwise: Callable[[], object]) -> None:
         with self.now(is_sure_round=False):

@@ -410,9 +410,9 @@ def is_one(word: Text) -> bool:
     return not word or any(piece.text is not None or piece.span for piece in word) and not depends(word)
 
 
-def maybe(source: str) -> Text:
+def maybe(source: str, lines: Lines) -> Text:
     """An item of an array that may be none."""
-    return under(hole(source), f"{source} leaves it there")
+    return under(hole(source, lines), f"{source} leaves it there")
 
 
 def depends(word: Text) -> bool:
