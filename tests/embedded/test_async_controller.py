@@ -13,7 +13,6 @@ from tolerances import FP32_LOG_PROB
 from lab.host.asynchronous import controller as controller_module
 from lab.host.asynchronous.controller import Controller, PauseMode, Settings, Tally, Wanted
 from lab.host.asynchronous.response import Response
-from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
 from lab.host.asynchronous.update_hooks import HookError, Point
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Drawn, Sampling
@@ -45,7 +44,7 @@ def running(
     places: int | None = None,
 ) -> Iterator[Controller]:
     settings = Settings(CONFIG, "fp32", Sampling(LENGTH, 1.0, eos=-1), mode, step_seconds, steps_per_update, places)
-    made = Controller(settings, HeadOffpolicyness(bound), wanted, range(ROLLOUTS), weights(0))
+    made = Controller(settings, bound, wanted, range(ROLLOUTS), weights(0))
     try:
         yield made
     finally:
@@ -288,11 +287,3 @@ def test_closed_in_mid_sequence_no_thread_is_left() -> None:
         in_the_midst(made)
         assert made._thread.is_alive()
     assert not made._thread.is_alive()
-
-
-def test_what_may_begin() -> None:
-    assert list(HeadOffpolicyness(0).admitted(3, 3)) == [3]
-    assert list(HeadOffpolicyness(2).admitted(0, 0)) == [0, 1, 2]
-    assert list(HeadOffpolicyness(2).admitted(3, 0)) == []
-    assert list(HeadOffpolicyness(2).admitted(3, 4)) == [3, 4, 5, 6]
-    assert list(HeadOffpolicyness(2).admitted(5, 0)) == [], "a larger bound of before takes nothing back"

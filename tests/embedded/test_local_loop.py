@@ -125,7 +125,7 @@ def numbers(output: Path) -> list[dict[str, Any]]:
             "4 with --rollout-engine sglang: no other engine hands on what it names",
         ),
         ("--rollout-top-logprobs-num -1", "--rollout-top-logprobs-num: got -1; give a whole number"),
-        ("--async --max-head-offpolicyness -1", "max_head_offpolicyness: got -1; give 0"),
+        ("--async --max-head-offpolicyness -1", "--max-head-offpolicyness: got -1; give a finite number, at least 0"),
         ("--max-head-offpolicyness 2", "--max-head-offpolicyness has no effect without --async"),
         ("--pause-generation-mode abort", "--pause-generation-mode has no effect without --async"),
         ("--async --recompute-token-budget 0", "--recompute-token-budget: got 0; give at least 1"),
@@ -212,7 +212,8 @@ def micro_batch(*, rejected: bool) -> tuple[MicroBatch, list[torch.Tensor], torc
     values = [torch.full((length,), -1.0) for length in lengths]
     tokens = [torch.arange(prompt + length) for length in lengths]
     advantages = [torch.full((length,), 2.0) for length in lengths]
-    batch = MicroBatch(layout, tokens, masks, advantages, values, [v - 0.5 for v in values])
+    data = {"tokens": tokens, "loss_masks": masks, "advantages": advantages, "log_probs": values}
+    batch = MicroBatch(layout, data | {"rollout_log_probs": [v - 0.5 for v in values]})
     kept = [masks[0], masks[1] * (0 if rejected else 1)]
     return batch, kept, torch.full((5,), -1.0, requires_grad=True)
 
@@ -235,7 +236,7 @@ def test_the_hook_is_called_as_miles_calls_it(use_tis: bool, monkeypatch: pytest
         "response_lengths", "parallel_state", "max_seq_lens",
     }  # fmt: skip
     assert (call["total_lengths"], call["response_lengths"]) == ([5, 4], [3, 2])
-    assert call["train_log_probs"] is batch.proximal and call["loss_masks"] is batch.loss_masks
+    assert call["train_log_probs"] is batch.data["log_probs"] and call["loss_masks"] is batch.loss_masks
     # ratio 1, advantage 2: loss -2 a token, times 3; the second sample is rejected, the first averages 2 of 3 tokens
     assert total.item() == pytest.approx(-6.0)
     # metrics keep the masks of the batch: (0 + 2) / 2 + (3 + 4) / 2
@@ -261,7 +262,7 @@ def test_a_rejected_token_leaves_the_numerator_only(monkeypatch: pytest.MonkeyPa
 
 def test_without_recomputed_log_probs_the_target_policy_is_the_proximal_one() -> None:
     batch, _, log_probs = micro_batch(rejected=False)
-    bypass = replace(batch, proximal=None)
+    bypass = replace(batch, data={name: rows for name, rows in batch.data.items() if name != "log_probs"})
     total, metrics = policy_loss(settings(use_rollout_logprobs=True), ALONE, bypass, log_probs)
     # ratio exp(0.5) is clipped at 1.28
     assert total.item() == pytest.approx(-2 * 1.28 * 2, rel=1e-6)

@@ -1247,13 +1247,20 @@ def embedded_batch(step: Step, rank: int, cp: int) -> tuple[Layout, MicroBatch]:
         whole = torch.cat(step.rows(name)).float() - shift
         return list(whole[layout.response_index].split(layout.local_lengths))
 
-    fields = {"advantages": "advantages", "proximal": "old", "behavior": "behavior", "reference": "reference"}
-    constants: dict[str, Any] = {field: local(name) for field, name in fields.items()}
+    fields = {
+        "advantages": "advantages",
+        "log_probs": "old",
+        "rollout_log_probs": "behavior",
+        "ref_log_probs": "reference",
+    }
+    data: dict[str, Any] = {field: local(name) for field, name in fields.items()}
+    data |= {"tokens": tokens, "loss_masks": step.rows("mask")}
     version = step.batch().get("proximal_version")
     if version is not None:
         versions = torch.cat(step.rows("versions"))[layout.response_index]
-        constants |= {"versions": list(versions.split(layout.local_lengths)), "recomputed": local("stored")}
-    return layout, MicroBatch(layout, tokens, step.rows("mask"), **constants, proximal_version=version)
+        data |= {"output_versions": list(versions.split(layout.local_lengths)), "proximal_version": version}
+        data["recomputed_log_probs"] = local("stored")
+    return layout, MicroBatch(layout, data)
 
 
 OF_EMBEDDED = {"rollout_temperature": 1.0, "true_on_policy": False}

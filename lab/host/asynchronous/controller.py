@@ -2,6 +2,11 @@
 
 Rollouts begin as soon as the staleness bound admits them, and the weights move between two tokens. The controller knows
 no trainer, task or rank.
+
+The bound is on the age of tokens in training. Rollouts are trained on in order, rollout k at version k. A rollout that
+begins at version v has no token of an earlier version, however often the weights move meanwhile. So rollout k may begin
+once k - v is within the bound. AReaL counts samples instead: bound + v + 1 batches may have begun at version v
+(`max_head_offpolicyness`). Fu et al. 2025, "AReaL", arxiv.org/abs/2505.24298, section 5.1.
 """
 
 from __future__ import annotations
@@ -18,7 +23,6 @@ from torch import Tensor
 
 from lab.host.asynchronous.pool import Pool
 from lab.host.asynchronous.response import Response
-from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
 from lab.host.asynchronous.update_hooks import Hooks
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Drawn, Sampling, Unfinished
@@ -83,6 +87,7 @@ class Controller:
     batches only while none steps.
 
     Args:
+        bound: the largest age of a token in training; 0 is synchronous.
         wanted: gives the responses that a rollout asks for.
         rollouts: numbers of the rollouts to train on; the first is trained on at the version of `weights`.
     """
@@ -90,7 +95,7 @@ class Controller:
     def __init__(
         self,
         settings: Settings,
-        bound: HeadOffpolicyness,
+        bound: int,
         wanted: Callable[[int], Sequence[Wanted]],
         rollouts: range,
         weights: Mapping[str, Tensor],
@@ -188,7 +193,7 @@ class Controller:
     def _admit(self) -> None:
         """Begin every rollout that the staleness bound admits."""
         with self._changed:
-            for rollout in self.bound.admitted(self._begun, self.version):
+            for rollout in range(self._begun, self.version + self.bound + 1):
                 if rollout in self.rollouts:
                     asked = self.wanted(rollout)
                     self._open[rollout] = {self.pool.add(Response(one.prompt)): one.seed for one in asked}

@@ -16,7 +16,6 @@ from lab.host.asynchronous.measure import measured, segment_wise
 from lab.host.asynchronous.pool import Recomputed, recompute
 from lab.host.asynchronous.response import Response
 from lab.host.asynchronous.scoring import Scoring
-from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
 from lab.host.cli.arguments import register_hooks
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Sampling
@@ -131,8 +130,8 @@ class AsynchronousRollouts:
             args.rollout_engine,
             shares=dist.get_world_size(),
         )
-        bound, rollouts = HeadOffpolicyness(args.max_head_offpolicyness), range(first, args.num_rollout)
-        return Controller(settings, bound, self._wanted, rollouts, self.published)
+        rollouts = range(first, args.num_rollout)
+        return Controller(settings, args.max_head_offpolicyness, self._wanted, rollouts, self.published)
 
     def _drawn(self, rollout_id: int) -> tuple[list[Problem], list[int]]:
         return draw(self.args, self.task, (self.args.seed, "rollout", rollout_id), self.excluded)

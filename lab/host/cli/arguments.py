@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import yaml
 
-from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
 from lab.host.asynchronous.update_hooks import Hooks, Point
 from lab.host.cli.flags import TELLING, build_parser, named, spelled
 from lab.host.cli.loading import load_function
@@ -48,8 +47,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _fill_defaults(args)
     _refuse(_sizes(args), _unused(args), _pairs(args))
     if args.asynchronous:
-        _fill_asynchronous(args)
-        _check_asynchronous(args)
+        for name, value in named("later").items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+        register_hooks(Hooks(), args)  # which refuses what is no hook
     _refuse(_correction(args), _loss(args))
     _check_hooks(args)
     return args
@@ -190,13 +191,6 @@ def _cuts(engine: str) -> bool:
     return engine in SERVING and SERVING[engine].cuts
 
 
-def _fill_asynchronous(args: argparse.Namespace) -> None:
-    """Fill in what `--async` leaves open."""
-    for name, value in named("later").items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-
-
 def register_hooks(hooks: Hooks, args: argparse.Namespace) -> None:
     """Register the user's own hooks of each kind, in the order of the command line.
 
@@ -215,12 +209,6 @@ def register_hooks(hooks: Hooks, args: argparse.Namespace) -> None:
 
 def _hook_path(point: Point) -> str:
     return f"{point}_hook_path"
-
-
-def _check_asynchronous(args: argparse.Namespace) -> None:
-    """Refuse a bound and hooks that `--async` cannot take."""
-    HeadOffpolicyness(args.max_head_offpolicyness)
-    register_hooks(Hooks(), args)
 
 
 def _correction(args: argparse.Namespace) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,7 +130,7 @@ class Decoding:
             self._added[row].append(token)
         return drawn
 
-    def go_on(self, decoder: Decoder, *, keep_cache: bool) -> Decoding:
+    def go_on(self, decoder: Any, *, keep_cache: bool) -> Decoding:
         """Go on with other weights, over the present KV cache or over one that the other weights compute."""
         if not keep_cache:
             return Decoding(decoder, self.unfinished, self.sampling)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
 from lab.host.model.decoder import ModelConfig
-from lab.host.model.decoding import Drawn, Sampling, Unfinished
+from lab.host.model.decoding import Decoding, Drawn, Sampling, Unfinished
 from lab.host.model.engine import DecodeEngine
 from lab.host.rollout.served import Served
 from lab.host.rollout.serving import SERVING
@@ -23,39 +23,6 @@ from true_on_policy.engines.protocol import EngineError, Request, Sample
 
 RUNNING = 256
 """Sequences that the engine computes at a time, at most; a call with more takes several turns."""
-
-
-@runtime_checkable
-class Growing(Protocol):
-    """A batch of responses as the controller calls it: a `Decoding` or a `ServedDecoding`."""
-
-    stale_cache: bool
-
-    @property
-    def ended(self) -> bool: ...
-
-    @property
-    def unfinished(self) -> list[Unfinished]: ...
-
-    def step(self) -> Drawn: ...
-
-    def go_on(self, decoder: Any, *, keep_cache: bool) -> Growing: ...
-
-
-@runtime_checkable
-class SteppedEngine(Protocol):
-    """An engine as the controller calls it: batches of responses are stepped, and go on under other weights."""
-
-    version: int
-
-    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None: ...
-
-    def begin(self, responses: Sequence[Unfinished], sampling: Sampling) -> Growing: ...
-
-    @property
-    def decoder(self) -> Any: ...
-
-    def close(self) -> None: ...
 
 
 class ServedSteps(Served):
@@ -130,10 +97,16 @@ class ServedDecoding:
         log_probs = [float(sample.log_probs[0]) for sample in samples]
         return Drawn([one.number for one in grown], tokens, log_probs, ended)
 
-    def go_on(self, decoder: ServedSteps, *, keep_cache: bool) -> ServedDecoding:
+    def go_on(self, decoder: Any, *, keep_cache: bool) -> ServedDecoding:
         """Go on with the engine's present weights."""
         self.stale_cache = self.stale_cache or decoder.keeps_cache
         return self
+
+
+Growing = Decoding | ServedDecoding
+"""A batch of responses as the controller calls it."""
+SteppedEngine = DecodeEngine | ServedSteps
+"""An engine as the controller calls it: batches of responses are stepped, and go on under other weights."""
 
 
 def stepped(name: str, config: ModelConfig, precision: str, keep_cache: bool) -> SteppedEngine:

@@ -7,7 +7,7 @@ both renormalize over it, so that both give log-probs under the distribution tha
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,11 @@ class KeptSets:
     offsets: Tensor
 
 
-def kept_sets(ids: Sequence[Tensor] | None, offsets: Sequence[Tensor] | None) -> list[KeptSets] | None:
-    """The kept sets of each sample from the hosts' two lists; None where nothing was cut."""
-    if ids is None or offsets is None:
+def kept_sets(data: Mapping[str, Any]) -> list[KeptSets] | None:
+    """The kept sets of each sample from the two lists in rollout data; None where nothing was cut."""
+    if data.get(IDS) is None:
         return None
-    return [KeptSets(*sets) for sets in zip(ids, offsets, strict=True)]
+    return [KeptSets(*sets) for sets in zip(data[IDS], data[OFFSETS], strict=True)]
 
 
 def kept_columns(layout: Layout, kept: Sequence[KeptSets], first: int, width: int) -> Bool[Tensor, "R W"]:
@@ -117,7 +117,7 @@ def get_log_probs_and_entropy(
     """
     cp = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
     layout = pack(unconcat_tokens, response_lengths, *cp)
-    kept = kept_sets(top_p_token_ids, top_p_token_offsets)
+    kept = kept_sets({IDS: top_p_token_ids, OFFSETS: top_p_token_offsets})
     found = {"log_probs": response_log_probs(logits, layout, args, kept)}
     if with_entropy:
         found["entropy"] = response_entropy(logits, layout, args.rollout_temperature)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,44 +16,37 @@ from torch import Tensor
 
 from lab.host.cli.loading import load_function
 from lab.host.train.batch import Layout
-from lab.host.train.log_probs import IDS, OFFSETS, KeptSets, response_log_probs
+from lab.host.train.log_probs import IDS, OFFSETS, kept_sets, response_log_probs
 from lab.host.train.parallel import ParallelState
 from mis_plugins.config.terms.divergence import k3
 
 Metrics = dict[str, Tensor]
 
+MAY_LACK = ("log_probs", "ref_log_probs", "max_seq_lens", "output_versions", "recomputed_log_probs", "proximal_version",
+            IDS, OFFSETS)  # fmt: skip
+"""Keys of a host's batch that are None where a run has no such thing."""
+
 LOGGED_LIMIT = 10.0
 """Where log ratios are clamped for the metric `k3_kl`: one token of a broken engine shall not hide all others."""
-
-
-def masked(layout: Layout, masks: Sequence[Tensor]) -> Tensor:
-    """`[R]` full-response masks, cut to this rank's tokens."""
-    return torch.cat(list(masks)).float()[layout.response_index]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch of a data-parallel rank.
 
-    Lists have one entry a sample; log-probs and versions are CP-local, masks whole.
+    data: its part of the rollout data. Lists have one entry a sample; log-probs and versions are CP-local, masks whole.
     """
 
     layout: Layout
-    tokens: list[Tensor]  # prompt, then response
-    loss_masks: list[Tensor]
-    advantages: list[Tensor]
-    proximal: list[Tensor] | None
-    behavior: list[Tensor]
-    reference: list[Tensor] | None = None  # for a hook of the user's with a KL term
-    versions: list[Tensor] | None = None
-    recomputed: list[Tensor] | None = None
-    proximal_version: int | None = None
-    kept: list[KeptSets] | None = None
-    named: Mapping[str, list[Tensor]] = field(default_factory=dict)  # the engine's likeliest tokens, by the hosts' keys
+    data: Mapping[str, Any]
+
+    @property
+    def loss_masks(self) -> list[Tensor]:
+        return self.data["loss_masks"]
 
     def masked(self, masks: Sequence[Tensor]) -> Tensor:
         """`[R]` full-response masks, cut to this rank's tokens."""
-        return masked(self.layout, masks)
+        return torch.cat(list(masks)).float()[self.layout.response_index]
 
 
 @dataclass(frozen=True)
@@ -87,7 +80,7 @@ def of_log_probs(loss: LogProbLoss) -> LossFunction:
     """A loss of log-probs as one of logits."""
 
     def of_logits(args: Namespace, state: ParallelState, batch: MicroBatch, logits: Tensor) -> Loss:
-        return loss(args, state, batch, response_log_probs(logits, batch.layout, args, batch.kept))
+        return loss(args, state, batch, response_log_probs(logits, batch.layout, args, kept_sets(batch.data)))
 
     return of_logits
 
@@ -120,13 +113,14 @@ def policy_loss(args: Namespace, state: ParallelState, batch: MicroBatch, log_pr
     Args:
         log_probs: `[R]` of the target policy, with gradient.
     """
-    behavior = torch.cat(batch.behavior)
+    behavior = torch.cat(batch.data["rollout_log_probs"])
     scored = [part.detach() for part in log_probs.split(batch.layout.local_lengths)]
-    proximal_list = batch.proximal if batch.proximal is not None else scored
+    proximal_list = batch.data.get("log_probs", scored)
     proximal = behavior if args.use_rollout_logprobs else torch.cat(proximal_list)
     reduce = Reducer.of(batch, batch.loss_masks, per_token=args.calculate_per_token_loss)
     log_ratio = log_probs - proximal
-    loss, clipped = clipped_surrogate(log_ratio, torch.cat(batch.advantages), args.eps_clip, args.eps_clip_high)
+    advantages = torch.cat(batch.data["advantages"])
+    loss, clipped = clipped_surrogate(log_ratio, advantages, args.eps_clip, args.eps_clip_high)
     metrics = mismatch_metrics(reduce, torch.cat(proximal_list), behavior)
     masks: Sequence[Tensor] = batch.loss_masks
     if args.use_tis or args.get_mismatch_metrics:
@@ -152,7 +146,7 @@ def call_tis_hook(
         args=args,
         pg_loss=loss,
         train_log_probs=proximal,
-        rollout_log_probs=batch.behavior,
+        rollout_log_probs=batch.data["rollout_log_probs"],
         loss_masks=batch.loss_masks,
         total_lengths=batch.layout.total_lengths,
         response_lengths=batch.layout.response_lengths,
@@ -180,30 +174,21 @@ def custom_loss(args: Namespace, state: ParallelState, batch: MicroBatch, logits
     loss, metrics = function(args, host_batch(batch), logits, reduce)
     if "mis_kept_fraction" in metrics:
         metrics = {**metrics, "kept_fraction": metrics["mis_kept_fraction"]}
-    if batch.proximal is not None:
-        metrics = {**mismatch_metrics(reduce, torch.cat(batch.proximal), torch.cat(batch.behavior)), **metrics}
+    if "log_probs" in batch.data:
+        sides = (torch.cat(batch.data[name]) for name in ("log_probs", "rollout_log_probs"))
+        metrics = {**mismatch_metrics(reduce, *sides), **metrics}
     return loss, {"loss": loss.detach(), **{name: value.detach() for name, value in metrics.items()}}
 
 
 def host_batch(batch: MicroBatch) -> dict[str, Any]:
     """The micro-batch under the hosts' keys, as their custom losses get it."""
     return {
-        "unconcat_tokens": batch.tokens,
+        **dict.fromkeys(MAY_LACK),
+        **batch.data,
+        "unconcat_tokens": batch.data["tokens"],
         "total_lengths": batch.layout.total_lengths,
         "response_lengths": batch.layout.response_lengths,
-        "loss_masks": batch.loss_masks,
         "rollout_mask_sums": torch.stack([mask.sum() for mask in batch.loss_masks]),
-        "advantages": batch.advantages,
-        "log_probs": batch.proximal,
-        "rollout_log_probs": batch.behavior,
-        "ref_log_probs": batch.reference,
-        "max_seq_lens": None,
-        "output_versions": batch.versions,
-        "recomputed_log_probs": batch.recomputed,
-        "proximal_version": batch.proximal_version,
-        IDS: None if batch.kept is None else [sets.ids for sets in batch.kept],
-        OFFSETS: None if batch.kept is None else [sets.offsets for sets in batch.kept],
-        **batch.named,
     }
 
 

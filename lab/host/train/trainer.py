@@ -19,14 +19,17 @@ from torch import Tensor
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.model import Naming, build_model, packed_logits
 from lab.host.model.replay import ROUTES, Replay
-from lab.host.train.batch import Layout, pack
-from lab.host.train.log_probs import IDS, OFFSETS, KeptSets, kept_sets, response_log_probs
-from lab.host.train.loss import LossFunction, Metrics, MicroBatch, masked
+from lab.host.train.batch import pack
+from lab.host.train.log_probs import IDS, OFFSETS, kept_sets, response_log_probs
+from lab.host.train.loss import LossFunction, Metrics, MicroBatch
 from lab.host.train.parallel import ParallelState
 from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
 
 RolloutData = dict[str, Any]
 """The hosts' `rollout_data`: lists with one entry a sample of this data-parallel rank, in training order."""
+BY_SAMPLE = ("tokens", "loss_masks", "advantages", "log_probs", "rollout_log_probs", "output_versions",
+             "recomputed_log_probs", ROUTES, IDS, OFFSETS, HEAD_IDS, HEAD_LOG_PROBS)  # fmt: skip
+"""What a forward pass and a loss read of the rollout data, sample by sample."""
 
 
 class Trainer:
@@ -69,14 +72,11 @@ class Trainer:
         """
         parts: list[Tensor] = []
         for indices in self.micro_batches(range(len(data["tokens"])), micro_batch_size):
-            layout = self._layout(data, indices)
-            mask = None
-            if "loss_masks" in data:
-                mask = masked(layout, [data["loss_masks"][index] for index in indices])
-            with self.replay.of(layout, _routes(data, indices)):
-                logits = packed_logits(self.ddp, layout, mask)
-            scores = response_log_probs(logits, layout, self.args, _kept(data, indices))
-            parts.extend(scores.split(layout.local_lengths))
+            batch = self._micro_batch(data, indices)
+            mask = batch.masked(batch.loss_masks) if "loss_masks" in data else None
+            logits = self._logits(batch, mask)
+            scores = response_log_probs(logits, batch.layout, self.args, kept_sets(batch.data))
+            parts.extend(scores.split(batch.layout.local_lengths))
         return parts
 
     @contextmanager
@@ -121,8 +121,7 @@ class Trainer:
         sums: list[Metrics] = []
         for micro in self.micro_batches(indices):
             batch = self._micro_batch(data, micro)
-            with self.replay.of(batch.layout, _routes(data, micro)):
-                logits = packed_logits(self.ddp, batch.layout, batch.masked(batch.loss_masks))
+            logits = self._logits(batch, batch.masked(batch.loss_masks))
             loss, metrics = loss_function(args, self.state, batch, logits)
             (loss * self._loss_scale(count)).backward()
             sums.append(metrics)
@@ -191,39 +190,16 @@ class Trainer:
                 **{key: shards[name].clone() for key, shards in moments.items()},
             }
 
-    def _layout(self, data: RolloutData, indices: Sequence[int]) -> Layout:
-        return pack(
-            [data["tokens"][index] for index in indices],
-            [data["response_lengths"][index] for index in indices],
-            self.state.cp.rank,
-            self.state.cp.size,
-        )
-
     def _micro_batch(self, data: RolloutData, indices: Sequence[int]) -> MicroBatch:
-        def pick(key: str) -> list[Tensor]:
-            return [data[key][index] for index in indices]
+        picked: RolloutData = {name: [data[name][index] for index in indices] for name in BY_SAMPLE if name in data}
+        picked |= {"proximal_version": data.get("proximal_version")}
+        lengths = [data["response_lengths"][index] for index in indices]
+        return MicroBatch(pack(picked["tokens"], lengths, self.state.cp.rank, self.state.cp.size), picked)
 
-        return MicroBatch(
-            layout=self._layout(data, indices),
-            tokens=pick("tokens"),
-            loss_masks=pick("loss_masks"),
-            advantages=pick("advantages"),
-            proximal=pick("log_probs") if "log_probs" in data else None,
-            behavior=pick("rollout_log_probs"),
-            versions=pick("output_versions") if "output_versions" in data else None,
-            recomputed=pick("recomputed_log_probs") if "recomputed_log_probs" in data else None,
-            proximal_version=data.get("proximal_version"),
-            kept=_kept(data, indices),
-            named={name: pick(name) for name in (HEAD_IDS, HEAD_LOG_PROBS) if name in data},
-        )
-
-
-def _routes(data: RolloutData, indices: Sequence[int]) -> list[Tensor] | None:
-    return [data[ROUTES][index] for index in indices] if ROUTES in data else None
-
-
-def _kept(data: RolloutData, indices: Sequence[int]) -> list[KeptSets] | None:
-    return kept_sets(*([data[key][index] for index in indices] for key in (IDS, OFFSETS))) if IDS in data else None
+    def _logits(self, batch: MicroBatch, mask: Tensor | None) -> Tensor:
+        """This rank's logits, by the routers' own choice or by the routes of the rollout."""
+        with self.replay.of(batch.layout, batch.data.get(ROUTES)):
+            return packed_logits(self.ddp, batch.layout, mask)
 
 
 def _main_grad(parameter: torch.nn.Parameter) -> Tensor:

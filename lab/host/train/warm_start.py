@@ -89,10 +89,8 @@ def cache_path(args: Namespace, config: ModelConfig) -> Path:
 
 def answers(problems: list[Problem]) -> RolloutData:
     """Training data whose responses are the right answers."""
-    data: RolloutData = {
+    return {
         "tokens": [torch.tensor(problem.prompt + problem.answer) for problem in problems],
         "response_lengths": [len(problem.answer) for problem in problems],
         "loss_masks": [torch.ones(len(problem.answer), dtype=torch.int) for problem in problems],
     }
-    empty = [torch.zeros(0) for _ in problems]
-    return data | {"advantages": empty, "rollout_log_probs": empty}
