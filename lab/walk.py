@@ -73,21 +73,18 @@ class Walk:
     def returns(self) -> int:
         return sum(stop.returns for stop in self.stops)
 
-    @property
-    def counted(self) -> str:
-        return f"{self.name}: {len(self.stops)} stops in {self.files} files, {self.returns} returns"
+    def __str__(self) -> str:
+        """A line for each stop; `<-` marks a return to a file."""
+        counted = f"{self.name}: {len(self.stops)} stops in {self.files} files, {self.returns} returns"
+        rows = (
+            f"{number:3} {'<-' if stop.returns else '  '} {stop.file}  {', '.join(stop.functions)}"
+            for number, stop in enumerate(self.stops, 1)
+        )
+        return "\n".join([counted, *rows])
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call to be followed.
-
-    run: makes the call and returns the tensors at the end of the walk.
-    given: the tensors at the beginning of the walk.
-    """
-
-    run: Callable[[], Iterable[Tensor]]
-    given: Sequence[Tensor]
+Call = Callable[[], Iterable[Tensor]]
+"""A function that makes a call and returns the tensors at the end of the walk."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +153,11 @@ def _running() -> list[CodeType]:
     return found[::-1]
 
 
-def follow(name: str, call: Call) -> Walk:
-    """Follow one call, after a first call that fills the caches."""
-    call.run()
-    with Trace(call.given) as trace:
-        answer = list(call.run())
+def follow(name: str, call: Call, given: Sequence[Tensor]) -> Walk:
+    """Follow one call from the given tensors on, after a first call that fills the caches."""
+    call()
+    with Trace(given) as trace:
+        answer = list(call())
     opened = [code for operator in trace.towards(answer) for code in operator.functions]
     return Walk(name, list(_stops(dict.fromkeys(opened))))
 
@@ -178,8 +175,8 @@ def _stops(opened: Iterable[CodeType]) -> Iterator[Stop]:
         been.add(path)
 
 
-def hook_call(preset: str) -> Call:
-    """Build a call of the TIS hook with a preset, on three sequences, from log-probs to loss and masks."""
+def hook_call(preset: str) -> tuple[Call, Sequence[Tensor]]:
+    """Build a call of the TIS hook with a preset, on three sequences, to loss and masks; and its log-probs."""
     keys = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text())
     keys["mis"]["metrics"] = "none"
     args = Namespace(**{"use_tis": True, "qkv_format": "thd", "get_mismatch_metrics": False, **keys})
@@ -202,45 +199,23 @@ def hook_call(preset: str) -> Call:
         )
         return [loss, *masks]
 
-    return Call(run, [*proximal, *behavior])
-
-
-def as_text(walk: Walk) -> str:
-    """Write a line for each stop; `<-` marks a return to a file."""
-    rows = [
-        f"{number:3} {'<-' if stop.returns else '  '} {stop.file}  {', '.join(stop.functions)}"
-        for number, stop in enumerate(walk.stops, 1)
-    ]
-    return "\n".join([walk.counted, *rows])
-
-
-def as_document(walks: Sequence[Walk], measured: dict[str, str]) -> str:
-    legend = (__doc__ or "").strip()
-    parts = [as_markdown(measured), legend, *(f"```\n{as_text(walk)}\n```" for walk in walks)]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
-
-
-def write(path: Path, walks: Sequence[Walk], measured: dict[str, str]) -> None:
-    """Write FILE.json, and FILE.md beside it for people."""
-    listed = [
-        {"name": walk.name, "files": walk.files, "returns": walk.returns, "stops": [vars(stop) for stop in walk.stops]}
-        for walk in walks
-    ]
-    write_record(path, {"measured with": measured, "walks": listed}, as_document(walks, measured))
-
-
-def parse_arguments() -> Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--json", type=target, help="write the walks here, and beside it a .md")
-    parser.add_argument("--smoke", action="store_true", help="one preset")
-    return parser.parse_args()
+    return run, [*proximal, *behavior]
 
 
 def main() -> int:
-    arguments = parse_arguments()
-    presets = ["mis"] if arguments.smoke else list(SERVED)
-    walks = [follow(preset, hook_call(preset)) for preset in presets]
-    print("\n\n".join(map(as_text, walks)))
+    parser = parser_of(__doc__)
+    parser.add_argument("--json", type=target, help="write the walks here, and beside it a .md")
+    parser.add_argument("--smoke", action="store_true", help="one preset")
+    arguments = parser.parse_args()
+    walks = [follow(preset, *hook_call(preset)) for preset in (SERVED[:1] if arguments.smoke else SERVED)]
+    print(*walks, sep="\n\n")
     if arguments.json:
-        write(arguments.json, walks, provenance())
+        measured = provenance()
+        listed = [
+            {"name": one.name, "files": one.files, "returns": one.returns, "stops": [vars(stop) for stop in one.stops]}
+            for one in walks
+        ]
+        parts = [as_markdown(measured), (__doc__ or "").strip(), *(f"```\n{walk}\n```" for walk in walks)]
+        text = "\n\n".join(part.strip() for part in parts) + "\n"
+        write_record(arguments.json, {"measured with": measured, "walks": listed}, text)
     return 0

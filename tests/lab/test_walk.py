@@ -40,7 +40,7 @@ def helper(x):
 
 
 @pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> walk.Call:
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[walk.Call, list[torch.Tensor]]:
     """Three files of a package of which the walk is told that it is ours."""
     package = tmp_path / "ours"
     monkeypatch.setattr(walk, "PACKAGE", package)
@@ -48,12 +48,14 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> walk.Call:
     for space, (name, source) in zip((first, second, third), FILES.items(), strict=True):
         exec(compile(source, str(package / name), "exec"), space)
     given = torch.ones(1)
-    return walk.Call(lambda: [first["hook"](given, second, third)], [given])  # type: ignore[operator]
+    return lambda: [first["hook"](given, second, third)], [given]  # type: ignore[operator]
 
 
-def test_a_stop_is_a_file_in_which_what_was_given_is_changed_on_its_way_to_the_answer(call: walk.Call):
+def test_a_stop_is_a_file_in_which_what_was_given_is_changed_on_its_way_to_the_answer(
+    call: tuple[walk.Call, list[torch.Tensor]],
+):
     """`check` and `aside` compute what the answer does not depend on, `deaf` runs no operator, `row` has no name."""
-    found = walk.follow("example", call)
+    found = walk.follow("example", *call)
     assert [(Path(x.file).name, x.functions, x.returns) for x in found.stops] == [
         ("first.py", ("hook",), False),
         ("second.py", ("twice", "inner"), False),
@@ -66,10 +68,10 @@ def test_a_stop_is_a_file_in_which_what_was_given_is_changed_on_its_way_to_the_a
 @pytest.mark.parametrize("preset", walk.SERVED)
 def test_the_walk_does_not_grow(preset: str):
     """From the hook to its answer; docs/architecture.md tells the walk of `mis`."""
-    found = walk.follow(preset, walk.hook_call(preset))
+    found = walk.follow(preset, *walk.hook_call(preset))
     assert found.stops[0].functions[0] == "compute_mis_weights_with_cp"
     assert any("token_stage" in stop.functions for stop in found.stops)
-    assert len(found.stops) <= MOST_STOPS and found.returns <= MOST_RETURNS, walk.as_text(found)
+    assert len(found.stops) <= MOST_STOPS and found.returns <= MOST_RETURNS, str(found)
 
 
 def test_smoke(tmp_path: Path):
