@@ -72,7 +72,7 @@ def stand_in_for_missing_packages(packages: Sequence[str] = NEVER_CALLED) -> Non
 
 
 def build_parser(description: str | None) -> ArgumentParser:
-    """Build the command line of a comparison with a host, whose checkout the user names."""
+    """Build the command line of a program that runs code of a host, whose checkout the user names."""
     parser = parser_of(description)
     parser.add_argument("--host", choices=sorted(HOSTS), required=True)
     parser.add_argument("--checkout", type=Path, required=True, help="root of a source checkout of the host")

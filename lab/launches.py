@@ -32,7 +32,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -43,9 +43,9 @@ from typing import Any
 import torch
 
 from lab.host_arguments import STOOD_IN
-from lab.host_checkout import stand_in_for_missing_packages
+from lab.host_checkout import build_parser, stand_in_for_missing_packages
 from lab.host_modules import load
-from lab.provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
+from lab.provenance import as_markdown, markdown_table, provenance, write_record
 from mis_plugins.config.reading import from_args
 from mis_plugins.config.writing import as_mapping
 
@@ -124,7 +124,11 @@ LAUNCHES: dict[str, list[Launch]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    parser = build_parser(__doc__)
+    parser.add_argument("--megatron", type=Path, required=True, help="root of the host's Megatron")
+    parser.add_argument("--parse", action="store_true", help="parse words from the standard input, and no more")
+    parser.add_argument("--weighs", action="store_true", help="with --parse: call the TIS hook too")
+    arguments = parser.parse_args(argv)
     if arguments.parse:
         print(json.dumps(_weighed(arguments, json.load(sys.stdin))))
         return 0
@@ -296,14 +300,3 @@ def _parsed(arguments: Namespace, words: Sequence[str]) -> Namespace:
     sys.argv = ["train.py", *words]
     with redirect_stdout(sys.stderr):
         return importlib.import_module(f"{arguments.host}.utils.arguments").parse_args()
-
-
-def _parser() -> ArgumentParser:
-    parser = parser_of(__doc__)
-    parser.add_argument("--host", choices=sorted(LAUNCHES), required=True)
-    parser.add_argument("--checkout", type=Path, required=True, help="root of a source checkout of the host")
-    parser.add_argument("--megatron", type=Path, required=True, help="root of the host's Megatron")
-    parser.add_argument("--json", type=target, help="write the rows here")
-    parser.add_argument("--parse", action="store_true", help="parse words from the standard input, and no more")
-    parser.add_argument("--weighs", action="store_true", help="with --parse: call the TIS hook too")
-    return parser

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypedDict
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -32,30 +32,6 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from lab.palette import FRAME, TEXT, color, dress
 from mis_plugins.shared.files import replaced, write_text
-
-
-class Summary(TypedDict):
-    """One run in a few numbers.
-
-    rollouts, seconds: how many and how long, in total.
-    trainer_start, rollout_start: held-out reward of either policy at the first evaluation.
-    trainer_final, rollout_final: its mean over the evaluations of the last tenth of the rollouts.
-    collapsed: whether `trainer_final` is below half of `trainer_start`.
-    k3_kl, kept_fraction, grad_cosine: means over the run.
-
-    A number that was never recorded is None.
-    """
-
-    rollouts: int
-    seconds: float
-    trainer_start: float | None
-    trainer_final: float | None
-    rollout_start: float | None
-    rollout_final: float | None
-    collapsed: bool
-    k3_kl: float | None
-    kept_fraction: float | None
-    grad_cosine: float | None
 
 
 @dataclass(frozen=True)
@@ -83,29 +59,30 @@ class MetricsLog:
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-def summarize(records: Sequence[Mapping[str, Any]]) -> Summary:
-    """The numbers of a whole run."""
-    trainer_start, trainer_final = _start_and_final(records, "eval_trainer")
-    rollout_start, rollout_final = _start_and_final(records, "eval_rollout")
-    return Summary(
-        rollouts=len(records),
-        seconds=sum(_values(records, "seconds")),
-        trainer_start=trainer_start,
-        trainer_final=trainer_final,
-        rollout_start=rollout_start,
-        rollout_final=rollout_final,
-        collapsed=_collapsed(trainer_start, trainer_final),
-        k3_kl=_mean(_values(records, "k3_kl")),
-        kept_fraction=_mean(_values(records, "kept_fraction")),
-        grad_cosine=_mean(_values(records, "grad_cosine")),
-    )
+def summarize(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One run in a few numbers; a number that was never recorded is None.
+
+    rollouts, seconds: how many and how long, in total.
+    trainer_start, rollout_start: held-out reward of either policy at the first evaluation.
+    trainer_final, rollout_final: its mean over the evaluations of the last tenth of the rollouts.
+    collapsed: whether `trainer_final` is below half of `trainer_start`.
+    k3_kl, kept_fraction, grad_cosine: means over the run.
+    """
+    summary: dict[str, Any] = {"rollouts": len(records), "seconds": sum(_values(records, "seconds"))}
+    for policy in ("trainer", "rollout"):
+        summary[f"{policy}_start"], summary[f"{policy}_final"] = _start_and_final(records, f"eval_{policy}")
+    summary["collapsed"] = _collapsed(summary["trainer_start"], summary["trainer_final"])
+    for name in ("k3_kl", "kept_fraction", "grad_cosine"):
+        values = _values(records, name)
+        summary[name] = fmean(values) if values else None
+    return summary
 
 
 def _collapsed(start: float | None, final: float | None) -> bool:
     return start is not None and final is not None and final < start / 2
 
 
-def in_words(name: str, summary: Summary) -> str:
+def in_words(name: str, summary: Mapping[str, Any]) -> str:
     """One run in a sentence, from its numbers alone."""
     fate = "collapsed" if summary["collapsed"] else "kept at least half of its reward"
     return (
@@ -296,10 +273,6 @@ def _start_and_final(records: Sequence[Mapping[str, Any]], key: str) -> tuple[fl
 
 def _values(records: Iterable[Mapping[str, Any]], key: str) -> list[float]:
     return [float(record[key]) for record in records if record.get(key) is not None]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return fmean(values) if values else None
 
 
 def _finite(value: Any) -> Any:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from teacher_forcing import teacher_forced
 from tolerances import FP32_LOG_PROB
 
 from lab.host.asynchronous import controller as controller_module
@@ -88,7 +89,7 @@ def check_written(responses: list[Response], stale_may_differ: bool = False) -> 
         assert len(response.tokens) == LENGTH and sorted(response.versions) == list(response.versions)
         sequence = [*response.prompt, *response.tokens]
         for version in set(response.versions):
-            (score,) = engine(version).score([sequence], [LENGTH])
+            (score,) = teacher_forced(engine(version), [sequence], [LENGTH])
             for place, value in enumerate(score.tolist()):
                 stale = stale_may_differ and response.stale_cache[place]
                 if response.versions[place] == version and not stale:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from teacher_forcing import teacher_forced
 from tolerances import FP32_LOG_PROB
 
 from lab.host.model.decoder import ModelConfig
@@ -43,7 +44,7 @@ def drawn(decoding: Decoding, steps: int | None = None) -> dict[int, tuple[list[
 
 
 def scored(built: DecodeEngine, number: int, tokens: list[int]) -> torch.Tensor:
-    (score,) = built.score([[*PROMPTS[number], *tokens]], [len(tokens)])
+    (score,) = teacher_forced(built, [[*PROMPTS[number], *tokens]], [len(tokens)])
     return score
 
 

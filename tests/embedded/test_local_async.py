@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from teacher_forcing import teacher_forced
 from test_local_loop import launched, records
 from tolerances import FP32_LOG_PROB
 
@@ -184,7 +185,7 @@ def check_rollout(loop: Loop, engines: list[DecodeEngine], current: int, rollout
         assert versions is not None and stored is not None and sample.rollout_log_probs is not None
         assert versions == sorted(versions) and 0 <= current - versions[-1] and current - versions[0] <= BOUND
         ages.update(current - version for version in versions)
-        score = [engine.score([sample.tokens], [sample.response_length])[0].tolist() for engine in engines]
+        score = [teacher_forced(engine, [sample.tokens], [sample.response_length])[0].tolist() for engine in engines]
         for place, version in enumerate(versions):
             if args.pause_generation_mode != "in_place" or version == versions[0]:
                 behavior = sample.rollout_log_probs[place]

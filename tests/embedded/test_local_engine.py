@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from teacher_forcing import teacher_forced
 from tolerances import BF16_LOG_PROB, FP32_LOG_PROB
 
 from lab.host.model.decoder import ModelConfig
@@ -95,7 +96,7 @@ def test_without_qk_norm_the_decoder_is_a_llama() -> None:
 def test_scoring_gives_the_log_probs_of_transformers(hf, weights) -> None:
     responses = [[3, 1], [7], [1, 2, 3, 4, 5, 6, 7, 10], [0, 0, 10]]
     sequences = [[*prompt, *response] for prompt, response in zip(PROMPTS, responses, strict=True)]
-    scores = engine(weights).score(sequences, [len(response) for response in responses])
+    scores = teacher_forced(engine(weights), sequences, [len(response) for response in responses])
     for prompt, response, score in zip(PROMPTS, responses, scores, strict=True):
         torch.testing.assert_close(score, hf_log_probs(hf, prompt, response), rtol=0, atol=FP32_LOG_PROB)
 
@@ -105,7 +106,7 @@ def test_decode_and_prefill_of_the_engine_agree(weights, precision: str) -> None
     built = engine(weights, precision)
     generations = generate(built, temperature=0.7)
     sequences = [[*prompt, *made.tokens] for prompt, made in zip(PROMPTS, generations, strict=True)]
-    scores = built.score(sequences, [len(made.tokens) for made in generations], temperature=0.7)
+    scores = teacher_forced(built, sequences, [len(made.tokens) for made in generations], temperature=0.7)
     atol = BF16_LOG_PROB if precision == "bf16" else FP32_LOG_PROB
     for made, score in zip(generations, scores, strict=True):
         torch.testing.assert_close(torch.tensor(made.log_probs), score, rtol=0, atol=atol)
@@ -192,8 +193,8 @@ def test_the_mismatch_grows_as_bits_go(weights) -> None:
     lengths = [len(one.tokens) for one in made]
 
     def k3(precision: str) -> float:
-        reference = torch.cat(engine(weights).score(sequences, lengths))
-        log_ratio = torch.cat(engine(weights, precision).score(sequences, lengths)) - reference
+        reference = torch.cat(teacher_forced(engine(weights), sequences, lengths))
+        log_ratio = torch.cat(teacher_forced(engine(weights, precision), sequences, lengths)) - reference
         return float((log_ratio.exp() - 1 - log_ratio).mean())
 
     seen = [k3(precision) for precision in ("fp32", "int8", "int4", "int3")]
@@ -268,4 +269,3 @@ def test_impossible_models_and_precisions_are_refused() -> None:
 
 def test_no_prompts_give_no_responses(weights) -> None:
     assert generate(engine(weights), [], ()) == []
-    assert engine(weights).score([], []) == []

@@ -53,8 +53,8 @@ def test_a_custom_loss_is_called_as_the_hosts_call_it(monkeypatch: pytest.Monkey
     total, metrics = custom_loss(args, ALONE, batch, log_probs)
     ((handed, given, logits, _),) = calls
     assert handed is args and logits is log_probs
-    assert given["log_probs"] is batch.proximal and given["rollout_log_probs"] is batch.behavior
-    assert given["unconcat_tokens"] is batch.tokens
+    names = {"log_probs": "log_probs", "rollout_log_probs": "rollout_log_probs", "unconcat_tokens": "tokens"}
+    assert all(given[name] is batch.data[key] for name, key in names.items())
     assert (given["total_lengths"], given["response_lengths"]) == ([5, 4], [3, 2])
     assert given["rollout_mask_sums"].tolist() == [2, 2]
     assert total.item() == -15.0
@@ -93,7 +93,7 @@ def test_the_helper_scores_as_the_trainer_does_and_gives_the_entropy(
         names = {"unconcat_tokens": "tokens", "total_lengths": "total_lengths", "response_lengths": "response_lengths"}
         lengths = {name: data[key][:8] for name, key in names.items()}
         with torch.no_grad():
-            logits = packed_logits(trainer.ddp, trainer._layout(data, range(8)))
+            logits = packed_logits(trainer.ddp, trainer._micro_batch(data, range(8)).layout)
             found = get_log_probs_and_entropy(logits, args=args, with_entropy=True, **lengths)
         expected = trainer.log_probs(data)[:8]
         torch.save((found, expected), tmp_path / f"{dist.get_rank()}.pt")

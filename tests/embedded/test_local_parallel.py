@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
+from teacher_forcing import teacher_forced
 from tolerances import EPS, FP32_LOG_PROB
 
 from lab.host.cli.arguments import parse_args
@@ -201,7 +202,7 @@ def test_the_engine_scores_with_exported_weights_as_the_trainer_does(
     engine = DecodeEngine(model_config(args, Task(args.num_digits).vocab_size), "fp32")
     engine.update_weights(weights, version=0)
     sequences = [tuple(sample.tokens) for sample in recorded.samples]
-    expected = engine.score(sequences, [sample.response_length for sample in recorded.samples])
+    expected = teacher_forced(engine, sequences, [sample.response_length for sample in recorded.samples])
     torch.testing.assert_close(scores, torch.cat(expected), rtol=0, atol=FP32_LOG_PROB)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from teacher_forcing import teacher_forced
 from test_local_async import versions_of_a_run
 from tolerances import FP32_LOG_PROB
 
@@ -81,7 +82,7 @@ def test_the_log_probs_of_a_server_are_those_of_its_weights(served: Callable[[bo
     for place, (seed, log_prob) in enumerate(zip((0, 1, 2), found, strict=True)):
         own = DecodeEngine(CONFIG, "fp32")
         own.update_weights(weights(seed), seed)
-        (wanted,) = own.score([(*PROMPTS[0], *tokens[: place + 1])], [1])
+        (wanted,) = teacher_forced(own, [(*PROMPTS[0], *tokens[: place + 1])], [1])
         assert log_prob == pytest.approx(float(wanted[0]), abs=FP32_LOG_PROB)
 
 

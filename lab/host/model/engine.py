@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lab.host.model.decoder import Decoder, LeftPadded, ModelConfig
+from lab.host.model.decoder import Decoder, ModelConfig
 from lab.host.model.decoding import Decoding, Sampling, Unfinished
 from lab.host.model.quantize import LINEAR, at_precision
 from mis_plugins.errors import ConfigError, InputError
@@ -111,25 +111,9 @@ class DecodeEngine:
         """Begin a batch of responses, which the caller steps."""
         if sampling.max_new_tokens < 1:
             raise InputError(f"max_new_tokens: got {sampling.max_new_tokens}; give at least 1")
-        _check_temperature(sampling.temperature)
+        if not sampling.temperature > 0:
+            raise InputError(f"temperature: got {sampling.temperature}; give a number above 0")
         return Decoding(self.decoder, responses, sampling)
-
-    @torch.no_grad()
-    def score(
-        self, sequences: Sequence[Sequence[int]], response_lengths: Sequence[int], *, temperature: float = 1.0
-    ) -> list[Float[Tensor, " _"]]:
-        """Log-probabilities of each sequence's last `response_lengths[i]` tokens, by teacher forcing."""
-        decoder = self.decoder
-        _check_temperature(temperature)
-        _check_response_lengths(sequences, response_lengths)
-        if not sequences:
-            return []
-        batch = LeftPadded.of(sequences, self.config.vocab_size)
-        logits = decoder.forward(batch.tokens, decoder.cache(batch, 0))[:, :-1]
-        log_probs = (logits.float() / temperature).log_softmax(-1)
-        picked = log_probs.gather(-1, batch.tokens[:, 1:, None])[..., 0]
-        width = picked.shape[1]
-        return [row[width - length :] for row, length in zip(picked, response_lengths, strict=True)]
 
     def close(self) -> None:
         self._decoder = None
@@ -158,16 +142,3 @@ def _check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int
     ]
     if wrong:
         raise InputError(f"update_weights: {'; '.join(wrong)}")
-
-
-def _check_temperature(temperature: float) -> None:
-    if not temperature > 0:
-        raise InputError(f"temperature: got {temperature}; give a number above 0")
-
-
-def _check_response_lengths(sequences: Sequence[Sequence[int]], response_lengths: Sequence[int]) -> None:
-    for index, (sequence, length) in enumerate(zip(sequences, response_lengths, strict=True)):
-        if not 0 <= length < len(sequence):
-            raise InputError(
-                f"sequence {index}: response length {length} of {len(sequence)} tokens; leave a prompt token"
-            )
