@@ -82,19 +82,9 @@ def _dress_panel(axis: Axes, name: str, note: str, has_course: bool) -> None:
 
 
 def _policies() -> list[Line2D]:
-    trainer = Line2D([], [], color=TEXT, marker="o", ms=6, lw=1.2, label="the trainer's policy, a line a seed")
-    rollout = Line2D(
-        [],
-        [],
-        color=TEXT,
-        marker="o",
-        mfc="white",
-        ms=6,
-        lw=1.2,
-        ls="--",
-        label="the rollout engine's, of the same seed",
-    )
-    return [trainer, rollout]
+    look: dict[str, Any] = {"color": TEXT, "marker": "o", "ms": 6, "lw": 1.2}
+    trainer = Line2D([], [], label="the trainer's policy, a line a seed", **look)
+    return [trainer, Line2D([], [], label="the rollout engine's, of the same seed", mfc="white", ls="--", **look)]
 
 
 def of_collapse(content: Mapping[str, Any], path: Path) -> None:

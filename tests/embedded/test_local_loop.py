@@ -190,6 +190,7 @@ def test_every_key_of_the_yaml_lands_on_args_as_in_the_hosts(tmp_path: Path) -> 
         ("num_rollout: ten", "--num-rollout: got 'ten'; give a whole number"),
         ("rollout_step_seconds: soon", "--rollout-step-seconds: got 'soon'; give a finite number"),
         ("eps_clip: null", "--eps-clip: got None; give a finite number"),
+        ("max_head_offpolicyness: far", "--max-head-offpolicyness: got 'far'; give a finite number"),
         ("max_concurrent_rollouts: true", "--max-concurrent-rollouts: got True; give a whole number"),
         (f"num_rollout: 1{'0' * 400}", "--num-rollout: got an integer of about 401 digits; give at least 1"),
         (f"lr: 1{'0' * 400}", "--lr: got an integer of about 401 digits; give a finite number"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.toys import DRAWN
 from mis_plugins.shared.moved import moved
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +19,8 @@ MOVED = moved()
 def test_a_former_address_is_refused_with_what_took_its_place(old: str, new: str):
     with pytest.raises(ModuleNotFoundError, match=f"^{old} is gone: .*{new} takes its place$"):
         importlib.import_module(old)
-    assert find_spec(new.removeprefix("python -m ").partition(" ")[0])
+    module, _, picture = new.removeprefix("python -m ").partition(" ")
+    assert find_spec(module) and picture in ("", *DRAWN)
 
 
 @pytest.mark.parametrize("command", ["mis_plugins.local", "true_on_policy.kernels.exhaustive", "lab.presets"])
