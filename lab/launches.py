@@ -9,7 +9,7 @@ of the real model on disk, and its validators compare the two. With the argument
 a batch, and the weights have to be the oracle's and not 1.
 
 MEGATRON is the host's Megatron (`lab/in_host/trees.py` names commits). The environment is that of
-`scripts/run-in-host.sh`, with typer and the extra `scripts`; stand-ins replace other packages that are not installed.
+`scripts/run-in-host.sh`, with typer, hypothesis and the extra `scripts`; stand-ins replace other packages.
 `run-qwen3-4b-true-on-policy.sh` is not among the launches: its flags are those of SGLang's branch sglang-miles.
 
 Exit codes: 0 every launch is parsed and weighs as the oracle; 1 one is refused or weighs otherwise; 2 nothing ran.
@@ -34,7 +34,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +45,7 @@ import torch
 from lab.host_arguments import STOOD_IN
 from lab.host_checkout import build_parser, stand_in_for_missing_packages
 from lab.host_modules import load
+from lab.in_host.launching import submitted
 from lab.provenance import as_markdown, markdown_table, provenance, write_record
 from mis_plugins.config.reading import from_args
 from mis_plugins.config.writing import as_mapping
@@ -52,7 +53,6 @@ from mis_plugins.config.writing import as_mapping
 ROOT = Path(__file__).resolve().parents[1]
 HOPPER = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, total_memory=80 << 30)
 STAND_INS = "from lab.launches import run_script; run_script()"
-SILENT = ("pkill", "sleep", "hf", "torchrun", "nvidia-smi", "huggingface-cli", "rsync")
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "vocab_size": 151936}
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-4B": QWEN3 | {
@@ -164,31 +164,15 @@ def _row(launch: Launch, arguments: Namespace) -> dict[str, Any]:
 def _started(launch: Launch, arguments: Namespace, folder: Path) -> list[str]:
     """The words behind train.py, as the running script hands them to `ray job submit`."""
     checkout = arguments.checkout.resolve()
-    stubs, written = _stubs(folder), folder / "ray.txt"
-    environment = dict(launch.environment) | {
+    settings = dict(launch.environment) | {
         "MILES_DIR": str(checkout), "SLIME_DIR": str(checkout), "MEGATRON_DIR": str(arguments.megatron.resolve()),
         "MODEL_DIR": str(folder / "models"), "SAVE_DIR": str(folder / "runs"), "DATA_DIR": str(folder / "data"),
         "LOAD_DIR": str(folder / "step-300"), "HOME": str(folder), "WANDB_KEY": "key", "WANDB_API_KEY": "key",
-        "PATH": f"{stubs}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
     }  # fmt: skip
     script = ROOT / "scripts" / launch.script if launch.ours else _changed(launch, checkout, folder)
-    if script.suffix == ".py":
-        command = [sys.executable, "-c", STAND_INS, str(script)]
-    else:
-        command = ["bash", str(script)]
-    done = subprocess.run(
-        [*command, *launch.arguments],
-        env=os.environ | environment,
-        cwd=folder / "host" if not launch.ours else folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if not written.exists():
-        raise RuntimeError(f"the script submitted nothing\n{done.stdout}\n{done.stderr}")
-    words = written.read_text().splitlines()
-    begin = next(index for index, word in enumerate(words) if word.endswith(("train.py", "train_async.py")))
-    return words[begin + 1 :]
+    command = [sys.executable, "-c", STAND_INS] if script.suffix == ".py" else ["bash"]
+    command += [str(script), *launch.arguments]
+    return submitted(command, folder, settings, folder if launch.ours else folder / "host")
 
 
 def run_script() -> None:
@@ -197,21 +181,6 @@ def run_script() -> None:
     stand_in_for_missing_packages(STOOD_IN)
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def _stubs(folder: Path) -> Path:
-    """Commands that do nothing, and a `ray` that writes down what it is asked to submit."""
-    stubs = folder / "bin"
-    stubs.mkdir()
-    bodies = dict.fromkeys(SILENT, "exit 0") | {
-        "ray": f'if [ "$1" = job ]; then printf "%s\\n" "$@" >"{folder}/ray.txt"; fi',
-        "python3": f'exec "{sys.executable}" "$@"',
-        "python": f'exec "{sys.executable}" "$@"',
-    }
-    for name, body in bodies.items():
-        (stubs / name).write_text(f"#!/bin/bash\n{body}\n")
-        (stubs / name).chmod(0o755)
-    return stubs
 
 
 def _changed(launch: Launch, checkout: Path, folder: Path) -> Path:
@@ -225,11 +194,11 @@ def _changed(launch: Launch, checkout: Path, folder: Path) -> Path:
     script.write_text(script.read_text().replace("/root/slime/", f"{tree}/"))
     told = io.StringIO()
     given = ["--", *launch.arguments] if launch.arguments else []
-    with redirect_stdout(told):
-        code = ours(["config", "check", str(script), *given])
+    with chdir(tree), redirect_stdout(told):
+        code = ours(["config", "check", launch.script, *given])
     if code != 1:
         raise RuntimeError(f"config check found nothing to change, and its exit code is {code}")
-    subprocess.run(["patch", "-p0", "-d/"], input=told.getvalue(), text=True, check=True, capture_output=True)
+    subprocess.run(["patch", "-p0"], cwd=tree, input=told.getvalue(), text=True, check=True, capture_output=True)
     return script
 
 

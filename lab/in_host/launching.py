@@ -33,6 +33,9 @@ ENGINE = (
     "--sglang-max-total-tokens", "8192", "--sglang-max-running-requests", "16", "--sglang-sleep-on-idle",
 )  # fmt: skip
 GPUS = 8
+SILENT = ("pkill", "sleep", "hf", "torchrun", "nvidia-smi", "huggingface-cli", "rsync")
+"""Commands of launch scripts that do nothing where a launch is only read."""
+
 RESIDENT = ("--no-offload-train", "--no-offload-rollout")
 """Flags beside a colocated engine: nothing is offloaded, because offloading loads torch_memory_saver into
 every process, and torch_memory_saver wants libcuda."""
@@ -57,39 +60,43 @@ class Sizes:
 
 
 def captured(host: Host, checkout: Path, config: Path, folder: Path) -> list[str]:
-    """Run our launch script with a `ray` that submits nothing, and return the words after train.py.
+    """Run our launch script, and return the words after train.py.
 
     Raises:
         CannotRun: the launch script refuses.
     """
-    written, bin_folder = folder / "launch.txt", folder / "bin"
-    bin_folder.mkdir(parents=True, exist_ok=True)
-    _executable(bin_folder / "ray", f'printf "%s\\n" "$@" >"{written}"')
-    _executable(bin_folder / "python3", f'exec "{sys.executable}" "$@"')
-    environment = {
-        host.variable: str(checkout), "MODEL_DIR": str(folder), "DATA_DIR": str(folder), "MIS_CONFIG": str(config),
-        "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY),
-    }  # fmt: skip
-    done = subprocess.run(
-        ["bash", str(REPOSITORY / "scripts" / host.launch)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise CannotRun(f"scripts/{host.launch}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+    settings = {host.variable: checkout, "MODEL_DIR": folder, "DATA_DIR": folder, "MIS_CONFIG": config}
+    script = str(REPOSITORY / "scripts" / host.launch)
+    return submitted(["bash", script], folder, {name: str(path) for name, path in settings.items()}, folder)
+
+
+def submitted(command: Sequence[str], folder: Path, settings: Mapping[str, str], cwd: Path) -> list[str]:
+    """Run a launch with a `ray` that submits nothing, and return the words after train.py.
+
+    Raises:
+        CannotRun: nothing was submitted.
+    """
+    written, stubs = folder / "submitted.txt", folder / "bin"
+    stubs.mkdir(parents=True, exist_ok=True)
+    python = f'exec "{sys.executable}" "$@"'
+    bodies = dict.fromkeys(SILENT, "exit 0") | {"python": python, "python3": python}
+    bodies["ray"] = f'if [ "$1" = job ]; then printf "%s\\n" "$@" >"{written}"; fi'
+    for name, body in bodies.items():
+        (stubs / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (stubs / name).chmod(0o755)
+    paths = {"PATH": f"{stubs}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
+    environment = os.environ | settings | paths
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=300)
+    if not written.exists():
+        raise CannotRun(f"{' '.join(command)}: exit {done.returncode}, nothing submitted\n{done.stdout}{done.stderr}")
     words = written.read_text().splitlines()
-    return words[words.index(f"{checkout}/train.py") + 1 :]
+    begin = next(index for index, word in enumerate(words) if word.endswith(("train.py", "train_async.py")))
+    return words[begin + 1 :]
 
 
 def shape(words: Sequence[str]) -> list[str]:
     """Return the model's own flags, which the launch script puts between two flags that every model has."""
     return list(words[words.index("--max-tokens-per-gpu") + 2 : words.index("--ref-load")])
-
-
-def _executable(path: Path, body: str) -> None:
-    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-    path.chmod(0o755)
 
 
 def without(words: Sequence[str], dropped: dict[str, int]) -> list[str]:

@@ -24,7 +24,7 @@ import yaml
 from oracle import zigzag
 from test_readers import wandb_record
 
-from lab import run_in_host
+from lab import launches, run_in_host
 from lab.in_host import bends, by_version, dumps, importing, launching, on_policy, processes, timed, trees, verdict
 from lab.in_host.bends import BENDS, Bend, Line
 from lab.in_host.launching import Sizes
@@ -184,6 +184,14 @@ def test_the_launch_script_s_own_flags_are_captured(name: str, tmp_path: Path) -
     assert launching.shape(words) == ["--num-layers", "36"] and "--use-tis" in words
     assert words[words.index("--custom-config-path") + 1] == str(config)
     assert {"--colocate", "--save", "--apply-chat-template"} <= set(words)
+
+
+def test_a_script_of_a_host_is_changed_by_the_diff_that_the_check_prints(tmp_path: Path) -> None:
+    checkout, folder = tmp_path / "host", tmp_path / "copied"
+    (checkout / "scripts").mkdir(parents=True)
+    (checkout / "scripts" / "run.sh").write_text("python3 train.py --qkv-format thd\n")
+    script = launches._changed(launches.Launch("scripts/run.sh", "Qwen3-4B", ours=False), checkout, folder)
+    assert script.is_relative_to(folder) and "--custom-tis-function-path mis_plugins.mis." in script.read_text()
 
 
 def test_sizes_win_over_the_launch_script_s(tmp_path: Path) -> None:
