@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lab.in_host import model
 from lab.in_host.trees import CannotRun, Host
+from true_on_policy.engines.server import named
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -143,7 +144,7 @@ def _data(work: Path, run: Path) -> list[str]:
 
 
 def _sizes(sizes: Sizes) -> list[str]:
-    return _words({
+    return named({
         "num-rollout": sizes.steps, "rollout-batch-size": sizes.prompts, "n-samples-per-prompt": sizes.samples,
         "global-batch-size": sizes.prompts * sizes.samples, "rollout-max-response-len": sizes.response,
         "actor-num-gpus-per-node": sizes.ranks, "rollout-num-gpus": 1, "num-gpus-per-node": GPUS,
@@ -155,8 +156,4 @@ def _split(sizes: Sizes) -> list[str]:
     """State Megatron's own ways to split a model and a sequence."""
     gathered = ["--cp-comm-type", "all_gather"] if sizes.context > 1 else []
     split = {"tensor-model-parallel-size": sizes.tensor, "context-parallel-size": sizes.context}
-    return [*_words(split), *gathered]
-
-
-def _words(flags: Mapping[str, int]) -> list[str]:
-    return [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+    return [*named(split), *gathered]

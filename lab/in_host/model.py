@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from true_on_policy.engines.server import named
+
 MODEL, SEED, PROMPTS = "tiny-qwen3", 0, 64
 
 
@@ -59,7 +61,7 @@ def shape_flags(folder: Path) -> list[str]:
     }
     untied = [] if config["tie_word_embeddings"] else ["--untie-embeddings-and-output-weights"]
     experts = _expert_flags(config) if "num_experts_per_tok" in config else []
-    return [*(str(part) for name, value in flags.items() for part in (f"--{name}", value)), *untied, *experts]
+    return [*named(flags), *untied, *experts]
 
 
 def _expert_flags(config: Mapping[str, Any]) -> list[str]:
@@ -67,6 +69,6 @@ def _expert_flags(config: Mapping[str, Any]) -> list[str]:
     sizes = {"num-experts": "num_local_experts", "moe-router-topk": "num_experts_per_tok",
              "moe-ffn-hidden-size": "moe_intermediate_size"}  # fmt: skip
     return [
-        *(str(part) for flag, key in sizes.items() for part in (f"--{flag}", config[key])),
+        *named({flag: config[key] for flag, key in sizes.items()}),
         "--moe-router-load-balancing-type", "none", "--moe-token-dispatcher-type", "alltoall",
     ]  # fmt: skip
