@@ -629,7 +629,7 @@ def data_parallel_outcome(args: Namespace, step: Aged, rank: int) -> dict[str, A
     mis.report_step(args, 0, 0)
     layout, batch = embedded_batch(step, 0, 1)
     if rank == 1:
-        batch = dataclasses.replace(batch, versions=None, recomputed=None)
+        batch = dataclasses.replace(batch, data={**batch.data, "output_versions": None, "recomputed_log_probs": None})
     found: dict[str, Any] = {}
     try:
         outcome_of(args, layout, batch)
