@@ -197,7 +197,7 @@ class Trainer:
         return MicroBatch(pack(picked["tokens"], lengths, self.state.cp.rank, self.state.cp.size), picked)
 
     def _logits(self, batch: MicroBatch, mask: Tensor | None) -> Tensor:
-        """This rank's logits, by the routers' own choice or by the routes of the rollout."""
+        """Compute the logits of this rank, by the choice of the routers or by the routes of the rollout."""
         with self.replay.of(batch.layout, batch.data.get(ROUTES)):
             return packed_logits(self.ddp, batch.layout, mask)
 
