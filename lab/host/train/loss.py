@@ -34,7 +34,7 @@ LOGGED_LIMIT = 10.0
 class MicroBatch:
     """One micro-batch of a data-parallel rank.
 
-    data: its part of the rollout data. Lists have one entry a sample; log-probs and versions are CP-local, masks whole.
+    data: rollout data by key. Lists have one entry a sample; log-probs and versions are CP-local, masks whole.
     """
 
     layout: Layout
