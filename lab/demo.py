@@ -10,7 +10,6 @@ if __name__ == "__main__":
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,17 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from lab.experiments.runner import made_with
 from lab.host.cli.arguments import parse_args
 from lab.host.folders import CURVES, METRICS, SUMMARY, unused
 from lab.host.loop import run_rank
 from lab.host.report import PANELS, MetricsLog, draw_histories, in_words
 from lab.host.train.parallel import launch
-from lab.provenance import as_given, measured_with, write_json
+from lab.provenance import write_json
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import add_version
 
 RECORD = "demo.json"
-MEASURED = ("mis_plugins", "lab", "scripts", ":!lab/results")
 # One small setting in which the mismatch is large: digits are reversed by a policy that was warm-started to a reward
 # near 0.95 and is sampled by an engine with int3 weights. With the advantage R - 1 only failures have a gradient, and
 # a failure of the rollout policy says little about the trainer's policy.
@@ -70,7 +69,7 @@ def main() -> int:
     add_version(parser)
     options = parser.parse_args()
     options.output = unused(options.output, RUNS)
-    measured = measured_with(as_given("bash scripts/demo.sh", sys.argv[1:]), MEASURED)
+    measured = made_with("bash scripts/demo.sh")
     for name in RUNS:
         code = run(name, options)
         if code:

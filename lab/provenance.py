@@ -95,6 +95,12 @@ def as_markdown(found: Mapping[str, str]) -> str:
     return f"```\n{found['command']}\n```\n\n| measured with | |\n|---|---|\n{rows}\n"
 
 
+def committed_tree(folder: str) -> str | None:
+    """Git's name of a folder's content at HEAD; None where the folder holds changes that no commit has."""
+    changed = git(REPOSITORY, "status", "--porcelain", "--", folder)
+    return None if changed else git(REPOSITORY, "rev-parse", "--quiet", "--verify", f"HEAD:{folder}") or None
+
+
 def _top(folder: Path) -> Path:
     """Top folder of the repository that holds a folder; the folder itself where no repository does."""
     return Path(git(folder, "rev-parse", "--show-toplevel") or folder)

@@ -1,4 +1,8 @@
-"""Where runs write: a run that would meet an earlier one in its folder takes the next number, FOLDER-2 and so on."""
+"""Where runs and experiments write: no run is written over an earlier one.
+
+A run that would meet an earlier one in its folder takes the next number: FOLDER-2, FOLDER-3 and so on. An experiment
+finds its runs by name: there the earlier run takes the number.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +58,25 @@ def unused(folder: Path, runs: Iterable[str] = (".",)) -> Path:
     Args:
         runs: places in the folder where a run may lie.
     """
-    if not any((folder / run / name).exists() for run in runs for name in (METRICS, SUMMARY)):
+    if not any(_holds_run(folder / run) for run in runs):
         return folder
-    whole = folder.resolve() if folder.name in ("", "..") else folder
-    numbered = (whole.with_name(f"{whole.name}-{number}") for number in itertools.count(2))
-    free = next(path for path in numbered if not path.exists() or (path.is_dir() and not any(path.iterdir())))
+    free = _numbered(folder)
     print(f"{folder} holds an earlier run; the new one goes to {free}", file=sys.stderr)
     return free
+
+
+def set_aside(folder: Path) -> None:
+    """Give a folder that holds an earlier run a number: the name is wanted for a new run."""
+    if _holds_run(folder):
+        folder.rename(_numbered(folder))
+
+
+def _holds_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (METRICS, SUMMARY))
+
+
+def _numbered(folder: Path) -> Path:
+    """The first of FOLDER-2, FOLDER-3 and so on that is missing or empty."""
+    whole = folder.resolve() if folder.name in ("", "..") else folder
+    names = (whole.with_name(f"{whole.name}-{number}") for number in itertools.count(2))
+    return next(path for path in names if not path.exists() or (path.is_dir() and not any(path.iterdir())))

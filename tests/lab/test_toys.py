@@ -2,17 +2,17 @@
 
 import json
 import math
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from lab.demo import RUNS, command_line
+from lab.async_weights import FULL, command_line
+from lab.demo import RUNS
+from lab.demo import command_line as command_line_of_demo
+from lab.experiments.runner import run_arms, training
 from lab.host import report
 from lab.host.cli.arguments import parse_args
 from lab.host.folders import SUMMARY
-from lab.host.loop import run_rank
-from lab.host.train.parallel import launch
 from lab.toys import DRAWN, RESULTS
 from mis_plugins.__main__ import load
 from mis_plugins.config.loading import presets
@@ -38,7 +38,7 @@ def test_a_picture_is_drawn_from_the_record(name: str, tmp_path: Path) -> None:
 
 
 def test_the_demonstration_corrects_where_its_name_says(tmp_path: Path) -> None:
-    runs = {name: parse_args(command_line(name, 3, tmp_path / name)) for name in RUNS}
+    runs = {name: parse_args(command_line_of_demo(name, 3, tmp_path / name)) for name in RUNS}
     for name, args in runs.items():
         assert args.num_rollout >= 200 and args.seed == 3
         assert args.rollout_weights == "int3" and args.advantage_estimator == "reinforce"
@@ -48,9 +48,16 @@ def test_the_demonstration_corrects_where_its_name_says(tmp_path: Path) -> None:
 
 
 def test_the_demonstration_differs_in_the_correction_alone(tmp_path: Path) -> None:
-    plain, corrected = (vars(parse_args(command_line(name, 0, tmp_path))) for name in RUNS)
+    plain, corrected = (vars(parse_args(command_line_of_demo(name, 0, tmp_path))) for name in RUNS)
     differing = {key for key in corrected if corrected[key] != plain.get(key)}
     assert differing == {"use_tis", "custom_tis_function_path", "custom_config_path", "mis"}
+
+
+def test_stale_weights_are_compared_without_a_bound(tmp_path: Path) -> None:
+    args = parse_args(command_line(FULL.rates[0], 2, tmp_path / "run", tmp_path))
+    config = from_args(args)
+    assert args.loss_type == "custom_loss" and args.seed == 2
+    assert config.segment_wise is not None and config.segment_wise.weight_cap is None
 
 
 # ------------------------------------------------------------------------------------------------ presets, end to end
@@ -77,11 +84,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]
 
     made = {"uncorrected": (None, "int3"), "matched": (None, "fp32")}
     made |= {name: (file, "int3") for name, file in DENSE.items()}
+    arms = {name: training(lambda name=name, how=how: words(name, *how)) for name, how in made.items()}
     with pytest.MonkeyPatch.context() as patch:  # pictures would take three quarters of the time
         patch.setattr(report, "draw_histories", lambda histories, output: None)
-        for name, how in made.items():
-            assert launch(1, partial(run_rank, parse_args(words(name, *how)))) == 0
-    return {name: json.loads((root / name / SUMMARY).read_text()) for name in made}
+        assert run_arms([*arms.values()], 2, None) == 0
+    return {name: json.loads((arm.folder / SUMMARY).read_text()) for name, arm in arms.items()}
 
 
 NUMBERS = ("trainer_start", "trainer_final", "rollout_start", "rollout_final", "k3_kl")

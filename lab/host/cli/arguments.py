@@ -283,7 +283,8 @@ PAIRS: tuple[Pair, ...] = (
          lambda args: args.true_on_policy and args.tensor_model_parallel_size > 1),
     Pair("asynchronous", "true_on_policy",
          "what older weights sampled is off policy whatever the kernels; drop one"),
-    Pair("grad_cosine_every", "asynchronous", "the gradient would be of fresh samples, not of stale ones; drop one"),
+    Pair("grad_cosine_every", "asynchronous", "the gradient would be of fresh samples, not of stale ones; drop one, "
+         "or see scripts/experiment-async-weights.sh"),
     Pair("use_tis", "use_rollout_logprobs",
          "the first corrects the proximal policy that the second bypasses; drop one"),
     Pair("advantage_estimator", "n_samples_per_prompt",
