@@ -188,10 +188,9 @@ def run_tests(tests: Sequence[str], plugins: Sequence[object] = (), to_the_end: 
 
 
 def _is_ours(file: str | None) -> bool:
-    """Whether a file is a test, or what a test imports; benchmarks and environments are not."""
+    """Whether a file is of this repository, and not of an environment within it."""
     path = Path(file or "/")
-    left_alone = path.is_relative_to(Path(__file__).parent) or ".venv" in path.parts
-    return path.is_relative_to(REPOSITORY) and not left_alone
+    return path.is_relative_to(REPOSITORY) and ".venv" not in path.parts
 
 
 def warm(folders: Sequence[str]) -> None:

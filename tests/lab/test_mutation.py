@@ -1,6 +1,8 @@
 """The mutation score: which wrong programs are made of a file, which tests are asked, what a sample is."""
 
 import ast
+import importlib
+import os
 import sys
 import types
 from pathlib import Path
@@ -104,6 +106,17 @@ def test_a_sample_takes_turns_of_files_and_operators() -> None:
 def test_a_room_has_files_and_guards(room: str) -> None:
     assert mutation.sources([], [room])
     assert all((mutation.REPOSITORY / folder).is_dir() for folder in mutation.folders_of([room]))
+
+
+def test_a_child_registers_the_embedded_host_anew(tmp_path: Path) -> None:
+    """A child forgets the registry of hosts, and with it the module whose import registers the embedded host."""
+    importlib.import_module("lab.host")
+    case = tmp_path / "test_case.py"
+    case.write_text(
+        "import lab.host\nfrom mis_plugins.hosts.registry import every_host\ndef test_a():\n    assert 'embedded' in every_host()\n"
+    )
+    child = mutation.in_child(lambda: mutation.run_tests([str(case)]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_matrix_names_every_case_that_kills_and_goes_on_where_it_stopped(
