@@ -14,7 +14,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, view
 from mis_plugins.errors import ConfigError, warn_once
-from mis_plugins.hosts.host import LOSS_HOOK, Host
+from mis_plugins.hosts.host import LOSS_HOOK, Host, whole_number
 
 Hook = Literal["file", "command", "tis", "loss", "watch", "routes"]
 Severity = Literal["refuse", "warn"]
@@ -114,7 +114,7 @@ def _is_cut(given: Given, name: str) -> bool:
     if not given.config.reads_behavior or given.host.kept_set(given.args):
         return False
     if name == "rollout_top_k":
-        return isinstance(value, int) and value > 0
+        return whole_number(value) > 0
     return isinstance(value, int | float) and value < 1
 
 
@@ -267,7 +267,7 @@ def _centers(given: Given) -> bool:
 def _names_other_tokens(given: Given) -> bool:
     """Whether the engine names its likeliest tokens of the whole vocabulary, and the trainer scores over kept sets."""
     by_us = getattr(given.host.needs, "keeps_sets", False) and not given.has("rollout_top_logprobs_num")
-    cut = given.get("rollout_top_p", 1) != 1 or (given.get("rollout_top_k") or -1) > 0
+    cut = given.get("rollout_top_p", 1) != 1 or whole_number(given.get("rollout_top_k")) > 0
     return cut and given.host.kept_set(given.args) and not by_us
 
 
@@ -293,7 +293,7 @@ CENTERS = (
     ),
     of_centers(
         "part of a kept set",
-        lambda given: 0 < _top_k(given) < (given.get("rollout_top_k") or -1),
+        lambda given: 0 < _top_k(given) < whole_number(given.get("rollout_top_k")),
         "rollout_top_k: mis.center.top_k is smaller, so that the head names a part of the tokens that top-k keeps, and "
         "the rest is modelled (center_behavior_mass says how much is named); give both one number",
         "warn",
@@ -312,7 +312,7 @@ CENTERS = (
     ),
     of_centers(
         "smaller head",
-        lambda given: 0 < (given.get("rollout_top_logprobs_num") or 0) < _top_k(given),
+        lambda given: 0 < whole_number(given.get("rollout_top_logprobs_num")) < _top_k(given),
         "rollout_top_logprobs_num: the engine names fewer tokens than mis.center.top_k reads; give both one number",
         "warn",
         ("rollout_top_logprobs_num",),

@@ -80,6 +80,8 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     """
     args = view(args)
     samples = [sample for sample in flat(data) if not _scored_later(args, sample)]
+    for sample in samples:
+        sample.response_length = _as_int(sample.response_length)
     judged = [sample for sample in samples if not sample.remove_sample]
     drafts, dropped = bool(getattr(args, "sglang_speculative_algorithm", None)), []
     for sample in judged:
@@ -215,12 +217,17 @@ def _in_loss(sample: Any) -> list[bool]:
     return [True] * sample.response_length if mask is None else [bool(x) for x in listed(mask)]
 
 
+def _as_int(entry: Any) -> Any:
+    """A whole number of an array or a tensor as Python's own: an array times a list is no longer list."""
+    try:
+        return operator.index(entry)
+    except TypeError:
+        return entry
+
+
 def _is_count(entry: Any) -> bool:
     """Whether a sample's response_length is a whole number from 0 on, of tokens that a list can hold."""
-    try:
-        return 0 <= operator.index(entry) <= LONGEST
-    except TypeError:
-        return False
+    return isinstance(entry, int) and 0 <= entry <= LONGEST
 
 
 def _is_weight(entry: Any) -> bool:
