@@ -187,10 +187,9 @@ def _outside_nucleus(sample: Any) -> list[bool]:
     if any(x is None for x in kept_set):
         return none
     ids, offsets = (torch.as_tensor(x).long().flatten() for x in kept_set)
-    tokens = _response(sample)
-    if len(offsets) != len(tokens) + 1 or int(offsets[-1] - offsets[0]) != len(ids):
+    tokens, sizes = _response(sample), offsets.diff()
+    if len(sizes) != len(tokens) or int(sizes.sum()) != len(ids) or (sizes < 0).any():
         return none  # slime itself refuses such a sample
-    sizes = offsets.diff()
     owner = torch.repeat_interleave(sizes)
     hits = torch.zeros_like(sizes).index_add_(0, owner, (ids == tokens[owner]).long())
     return ((sizes > 0) & (hits == 0)).tolist()

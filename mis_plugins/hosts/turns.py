@@ -123,8 +123,9 @@ def _told(turn: int, tokens: Ids, place: int, answers: Sequence[Answer]) -> str:
 
 def _turns(sample: Any, total: int) -> Iterator[tuple[int, int]]:
     """Where each run of tokens in the loss begins and ends among the sample's tokens."""
-    place = total - sample.response_length
-    mask = [1] * sample.response_length if sample.loss_mask is None else listed(sample.loss_mask)
+    length = int(sample.response_length)
+    place = total - length
+    mask = [1] * length if sample.loss_mask is None else listed(sample.loss_mask)
     for in_loss, run in groupby(map(bool, mask)):
         end = place + len(list(run))
         if in_loss:

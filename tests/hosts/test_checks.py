@@ -341,17 +341,17 @@ def test_config_check_refuses_what_carry_versions_would(given: dict[str, Any], m
     """With the words of the hook; some arguments matter only where log-probs are recomputed."""
     mis, slime = {"segment_wise": {"method": method}}, every_host()["slime"]
     args = {**CARRIED, **OF_LOSS, **given, "mis": mis}
-    told = []
+    errors = []
     for call in (
         lambda: checks.refuse("command", args, from_mapping(mis), slime),
         lambda: carry_versions(Namespace(**args)),
     ):
         with patch.object(samples, "current", lambda *_: slime):
             try:
-                told.append(str(call()))
+                errors.append(str(call()))
             except ConfigError as error:
-                told.append("None" if "not called by the init" in str(error) else str(error))
-    assert told[0] == told[1]
+                errors.append("None" if "not called by the init" in str(error) else str(error))
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("value", [None, "50", [1], {"a": 1}])

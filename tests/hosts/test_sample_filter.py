@@ -260,6 +260,9 @@ UNCHANGED = {
     "in its nucleus": good(**nucleus([5], [3, 6])),
     "a tool's, which has no nucleus": good(loss_mask=[0, 1], **nucleus([], [6])),
     "of a nucleus that slime refuses": good(**nucleus([5])),
+    "of offsets that do not rise": good(
+        rollout_top_p_token_ids=torch.tensor([5, 6]), rollout_top_p_token_offsets=torch.tensor([0, 3, 2])
+    ),
     "no response": Sample([], response_length=0, metadata=returned(), **nucleus()),
     "no response, and no offset": Sample(
         [], response_length=0, rollout_top_p_token_ids=[], rollout_top_p_token_offsets=[]
