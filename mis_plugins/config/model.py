@@ -522,7 +522,10 @@ class CorrectionConfig:
         """The config on a host that knows each token's version: segment-wise unless set otherwise."""
         if self.segment_wise is not None or not self.weighs_behavior:
             return self
-        return replace(self, segment_wise=SegmentWiseConfig())
+        try:
+            return replace(self, segment_wise=SegmentWiseConfig())
+        except ConfigError as error:
+            raise error.spelled({}, "mis.") from None
 
     @cached_property
     def without_step_hook(self) -> CorrectionConfig:
