@@ -102,8 +102,8 @@ class Check:
     severity: Severity = "refuse"
     arguments: tuple[str, ...] = ()
 
-    def told(self, given: Given) -> str:
-        """The message to somebody who runs the host."""
+    def text(self, given: Given) -> str:
+        """The message, with the title of the host."""
         text = self.message if isinstance(self.message, str) else self.message(given)
         return text.replace("{host}", given.host.title)
 
@@ -154,7 +154,7 @@ def _other_terms(given: Given) -> list[str]:
     return flags if reading.says_denominator(given.args) else []
 
 
-def _told_other_terms(given: Given) -> str:
+def _text_of_other_terms(given: Given) -> str:
     setting, to_keep = f"mis.denominator: {given.config.denominator}", "denominator: kept"
     if given.has("use_mask"):
         setting, to_keep = "use_mask: the denominator of all tokens", "use_rs"
@@ -225,7 +225,7 @@ DENOMINATORS = (
         "warn",
     ),
     Check(
-        ("file", "command", "tis"), "other terms", lambda given: bool(_other_terms(given)), _told_other_terms, "warn"
+        ("file", "command", "tis"), "other terms", lambda given: bool(_other_terms(given)), _text_of_other_terms, "warn"
     ),
 )
 OBJECTIVES = (
@@ -375,7 +375,7 @@ def every_check() -> tuple[Check, ...]:
     return (*HOST_CHECKS, *CHECKS)
 
 
-def found(hook: Hook, given: Given, severity: Severity) -> Iterator[Check]:
+def holding(hook: Hook, given: Given, severity: Severity) -> Iterator[Check]:
     """The checks of a hook that hold."""
     for check in CHECKS if hook in ("tis", "loss") else every_check():
         asked = hook in check.hooks and check.severity == severity and all(map(given.takes, check.arguments))
@@ -386,14 +386,14 @@ def found(hook: Hook, given: Given, severity: Severity) -> Iterator[Check]:
 def refuse(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> None:
     """Refuse settings with which a job would stop, or run with wrong numbers."""
     given = Given(view(args), config, host)
-    for check in found(hook, given, "refuse"):
-        raise ConfigError(check.told(given)).spelled(reading.spelling(given.args), "mis.")
+    for check in holding(hook, given, "refuse"):
+        raise ConfigError(check.text(given)).spelled(reading.spelling(given.args), "mis.")
 
 
 def warnings(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> Iterator[str]:
     """Settings that make numbers worse, do less than they say, or may stop the engine."""
     given = Given(view(args), config, host)
-    return (check.told(given) for check in found(hook, given, "warn"))
+    return (check.text(given) for check in holding(hook, given, "warn"))
 
 
 def run(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> None:

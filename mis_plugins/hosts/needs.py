@@ -101,12 +101,12 @@ class Need:
 
     def owner(self) -> tuple[Any, str]:
         """The module or class that holds what the need names, and its name there; raises NeedError where none does."""
-        held = self._found(_imported)
+        held = self._located(_imported)
         if held is None:
             raise self.error()
         return held
 
-    def _found(self, module_of: Callable[[str], Any | None]) -> tuple[Any, str] | None:
+    def _located(self, module_of: Callable[[str], Any | None]) -> tuple[Any, str] | None:
         owners = (address.owner(module_of(address.module)) for address in self.addresses)
         return next((owner for owner in owners if owner is not None), None)
 
@@ -116,7 +116,7 @@ class Need:
         Raises:
             NeedError: the host's package is loaded, and no address has it.
         """
-        held = self._found(sys.modules.get)
+        held = self._located(sys.modules.get)
         if held is not None:
             return getattr(*held)
         package = self.addresses[0].module.partition(".")[0]

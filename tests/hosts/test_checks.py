@@ -104,7 +104,7 @@ CONFLICTS = [check.name for check in every_check() if check.arguments]
 
 
 def told(check: Check, host: str) -> str:
-    return check.told(Given(view({}), CorrectionConfig(), every_host()[host]))
+    return check.text(Given(view({}), CorrectionConfig(), every_host()[host]))
 
 
 def checked(keys: dict[str, Any], mis: dict[str, Any], host: str, folder: Path) -> int:
@@ -295,7 +295,7 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
 
 def names(hook: checks.Hook, args: dict[str, Any], mis: dict[str, Any], host: str) -> list[str]:
     given = Given(view(args), from_mapping(mis), every_host()[host])
-    return [check.name for severity in ("refuse", "warn") for check in checks.found(hook, given, severity)]
+    return [check.name for severity in ("refuse", "warn") for check in checks.holding(hook, given, severity)]
 
 
 @pytest.mark.parametrize(("name", "hook", "args", "mis", "host", "safe"), HELD)
@@ -366,7 +366,9 @@ def test_a_count_that_is_no_number_bounds_nothing(mis: dict[str, Any], name: str
 @pytest.mark.parametrize(("host", "offers"), [("vime", True), ("fsdp", False)])
 def test_a_host_without_heads_is_told_of_its_own_centering(host: str, offers: bool):
     given = Given(view({}), from_mapping(CENTER), every_host()[host])
-    (told,) = (check.told(given) for check in checks.found("command", given, "refuse") if check.name == "head unknown")
+    (told,) = (
+        check.text(given) for check in checks.holding("command", given, "refuse") if check.name == "head unknown"
+    )
     assert ("--use-score-centering" in told) == offers
 
 
