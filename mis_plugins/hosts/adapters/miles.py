@@ -17,16 +17,7 @@ from typing import Any, ClassVar
 from mis_plugins.config.view import BACKENDS
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import host, megatron, needs
-from mis_plugins.hosts.host import (
-    OWN_HEAD_FLAGS,
-    VERSION_FLAGS,
-    Batch,
-    Host,
-    Parallel,
-    Ranks,
-    sequences_of,
-    whole_number,
-)
+from mis_plugins.hosts.host import OWN_HEAD_FLAGS, VERSION_FLAGS, Batch, Host, Parallel, Ranks, sequences_of
 from mis_plugins.hosts.needs import CARRY, GENERATE, LOGLINEAR, Need, Refusal, VersionNeeds, asked
 
 TRAINING, MEGATRON = "miles.backends.training_utils", "miles.backends.megatron_utils"
@@ -73,7 +64,7 @@ class Miles(VersionNeeds):
             scored=True,
         ),
         Refusal(
-            lambda args: args.get("rollout_top_p", 1.0) != 1.0 or whole_number(args.get("rollout_top_k")) > 0,
+            lambda args: args.get("rollout_top_p", 1.0) != 1.0 or host.whole_number(args.get("rollout_top_k")) > 0,
             f"--rollout-top-p below 1, or --rollout-top-k: recompute scores the whole vocabulary; {LOGLINEAR}",
             scored=True,
         ),
@@ -239,7 +230,7 @@ def hands_on_kept_sets(keys: Mapping[str, Any]) -> bool:
     """Whether our three hooks of versions have the engine return kept sets and the trainer score over them."""
     words = VERSION_FLAGS.split()
     ours = zip(words[::2], words[1::2], strict=True)
-    bounded = whole_number(keys.get("rollout_top_k")) > 0
+    bounded = host.whole_number(keys.get("rollout_top_k")) > 0
     return bounded and all(keys.get(flag[2:].replace("-", "_")) == path for flag, path in ours)
 
 
