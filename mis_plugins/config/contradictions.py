@@ -85,7 +85,8 @@ def check_group_baseline(config: CorrectionConfig) -> None:
         raise ConfigError(f"{setting} has no effect without a weight or a rule, which say what trains")
     unknown = {
         "{objective.old}: behavior, whose weights and rules are of pi_theta": config.bypass,
-        "{segment_wise}, whose weights are of pi_{v+1}": config.segment_wise_on,
+        "{segment_wise}, whose weights are of pi_{v+1}, and which is on where versions are known unless "
+        "{segment_wise.enabled}: false": config.segment_wise_on,
         "{m2_threshold}, which asks what else is in the micro-batch": config.m2_threshold is not None,
         "a rule with statistic: route": config.reads_routes,
         "{on_all_rejected}: keep, which asks what else is in the micro-batch": config.on_all_rejected == "keep",

@@ -30,20 +30,20 @@ def from_flat(keys: Mapping[str, Any], metrics: model.Metrics = "full") -> Corre
     below means none, and an unset one 1 / upper.
     """
     flat = {key: keys.get(key) for key in FLAT_KEYS}
-    upper, veto = (_said(flat, key, float, None) for key in ("tis_upper_bound", "rs_veto_threshold"))
+    upper, veto = (_value(flat, key, float, None) for key in ("tis_upper_bound", "rs_veto_threshold"))
     lower = _lower_bound(flat, "tis_lower_bound")
     if upper is None:
         raise ConfigError("tis_upper_bound: unset; every tis_mode needs it (mis.yaml has 2.0)")
-    bound = _said(flat, "tis_mode", FlatMode, "truncate")
+    bound = _value(flat, "tis_mode", FlatMode, "truncate")
     with spelled(lower="tis_lower_bound", upper="tis_upper_bound"):
         check_ratio_bounds(lower or None, upper, unbounded="0")
     with spelled(lower="tis_lower_bound", upper="tis_upper_bound", bound="tis_mode"):
         weight = model.WeightConfig(
-            level=_said(flat, "tis_level", FlatLevel, "token"),
+            level=_value(flat, "tis_level", FlatLevel, "token"),
             bound=bound,
             lower=lower if BOUNDS[bound].has_floor else None,
             upper=upper,
-            normalize=model.NormalizeConfig() if _said(flat, "tis_batch_normalize", bool, False) else None,
+            normalize=model.NormalizeConfig() if _value(flat, "tis_batch_normalize", bool, False) else None,
         )
     rules = []
     if _drops_outside(flat):
@@ -54,14 +54,14 @@ def from_flat(keys: Mapping[str, Any], metrics: model.Metrics = "full") -> Corre
     return CorrectionConfig(weight, tuple(rules), metrics)
 
 
-def _said(flat: Mapping[str, Any], key: str, kind: Any, unset: Any) -> Any:
+def _value(flat: Mapping[str, Any], key: str, kind: Any, unset: Any) -> Any:
     """What a key says; only null leaves it unset."""
     return unset if flat[key] is None else convert(kind, flat[key], key)
 
 
 def _drops_outside(flat: Mapping[str, Any]) -> bool:
     """Whether `use_rs` or `use_mask` is on; they share their bounds, so that both at once contradict each other."""
-    drops, masks = (_said(flat, key, bool, False) for key in ("use_rs", "use_mask"))
+    drops, masks = (_value(flat, key, bool, False) for key in ("use_rs", "use_mask"))
     if drops and masks:
         raise ConfigError(
             "use_rs and use_mask are both true: one leaves rejected tokens out of the average where the host can, the "
@@ -73,7 +73,7 @@ def _drops_outside(flat: Mapping[str, Any]) -> bool:
 def _flat_rule(flat: Mapping[str, Any], tis_lower: float | None, tis_upper: float) -> RejectRule:
     """`use_rs` or `use_mask`: bounds that are unset fall back to those of the weight, as in Miles."""
     lower = _lower_bound(flat, "rs_lower_bound")
-    upper = _said(flat, "rs_upper_bound", float, None)
+    upper = _value(flat, "rs_upper_bound", float, None)
     fallback = 1 / tis_upper if tis_lower is None else tis_lower
     with spelled(
         lower="rs_lower_bound" if lower is not None else "rs_lower_bound (unset, from the tis_ bounds)",
@@ -81,13 +81,13 @@ def _flat_rule(flat: Mapping[str, Any], tis_lower: float | None, tis_upper: floa
     ):
         bounds = (fallback if lower is None else lower) or None, tis_upper if upper is None else upper
         check_ratio_bounds(*bounds, unbounded="0")
-        over = model.LEVEL_OVER[_said(flat, "rs_level", FlatLevel, "token")]
+        over = model.LEVEL_OVER[_value(flat, "rs_level", FlatLevel, "token")]
         return RejectRule(over=over, lower=bounds[0], upper=bounds[1])
 
 
 def _lower_bound(flat: Mapping[str, Any], key: str) -> float | None:
     """A lower bound of a ratio, which is never below 0: whatever is below 0 bounds as little as 0 does."""
-    bound = _said(flat, key, float, None)
+    bound = _value(flat, key, float, None)
     return None if bound is None else max(bound, 0.0)
 
 

@@ -480,6 +480,12 @@ class CorrectionConfig:
                 f"{{on_all_rejected}}: keep cannot give back what {bound}: {self.weight.bound} takes, as that bound "
                 f"leaves no bounded weight; use skip, or {bound}: clip"
             )
+        normalize = self.weight and self.weight.normalize
+        if self.on_all_rejected == "keep" and normalize and (normalize.scope, normalize.over) == ("rollout", "kept"):
+            raise ConfigError(
+                "{weight.normalize.over}: kept with {weight.normalize.scope}: rollout is a mean over the rollout, and "
+                "{on_all_rejected}: keep gives tokens back by micro-batch; use valid"
+            )
         if self.on_all_rejected == "keep" and self.looks_at_kept:
             raise ConfigError(
                 "{on_all_rejected}: keep has nothing to add up where {aggregate}: kept dropped every token; use skip, "
@@ -516,7 +522,10 @@ class CorrectionConfig:
         """The config on a host that knows each token's version: segment-wise unless set otherwise."""
         if self.segment_wise is not None or not self.weighs_behavior:
             return self
-        return replace(self, segment_wise=SegmentWiseConfig())
+        try:
+            return replace(self, segment_wise=SegmentWiseConfig())
+        except ConfigError as error:
+            raise error.spelled({}, "mis.") from None
 
     @cached_property
     def without_step_hook(self) -> CorrectionConfig:

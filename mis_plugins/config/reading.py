@@ -156,7 +156,7 @@ def _from_view(stated: View) -> CorrectionConfig:
 
 
 def _check_handed_on(args: View, corrects: bool) -> None:
-    """Refuse arguments that lack what the user's file says: a part of it, or nothing, would correct the run."""
+    """Refuse arguments that lack keys of the user's file: the run would be corrected in part, or not at all."""
     name = f"--custom-config-path {short(str(args[FILES[0]]))}"
     try:
         keys = keys_of_file(args, FILES[0])

@@ -94,12 +94,11 @@ class Window:
     limits: tuple[float | None, float | None]
 
     def keeps(self, responses: Responses) -> float | None:
-        """The share of the responses that lie within; None where the statistic was not measured."""
-        by_over = responses.values.get(self.statistic)
-        if by_over is None:
+        """The share of the responses that lie within; None where this number of a response was not measured."""
+        over, factor = ("mean", responses.length) if self.over == "sum" else (self.over, 1)
+        values = [factor * value for value in responses.values.get(self.statistic, {}).get(over, ())]
+        if not values:
             return None
-        sums = self.over == "sum"
-        values = [responses.length * value for value in by_over["mean"]] if sums else by_over[self.over]
         low, high = self.limits
         return sum(holds(low, value, high) for value in values) / len(values)
 

@@ -278,8 +278,8 @@ def _segment_wise(config: CorrectionConfig) -> list[str]:
         ]
     if asked is not None:
         return ["segment_wise: off, whichever version wrote a token"]
-    is_found = config.needs_loss_hook and config.where_versions_are_known().segment_wise_on
-    return [WHERE_KNOWN] if is_found else []
+    by_default = config.needs_loss_hook and config.weighs_behavior and config.group_baseline is None
+    return [WHERE_KNOWN] if by_default else []
 
 
 def _rule(rule: RejectRule, trainer: str) -> str:

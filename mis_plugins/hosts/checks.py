@@ -14,7 +14,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, view
 from mis_plugins.errors import ConfigError, warn_once
-from mis_plugins.hosts.host import LOSS_HOOK, Host
+from mis_plugins.hosts.host import LOSS_HOOK, Host, whole_number
 
 Hook = Literal["file", "command", "tis", "loss", "watch", "routes"]
 Severity = Literal["refuse", "warn"]
@@ -102,8 +102,8 @@ class Check:
     severity: Severity = "refuse"
     arguments: tuple[str, ...] = ()
 
-    def told(self, given: Given) -> str:
-        """The message to somebody who runs the host."""
+    def text(self, given: Given) -> str:
+        """The message, with the title of the host."""
         text = self.message if isinstance(self.message, str) else self.message(given)
         return text.replace("{host}", given.host.title)
 
@@ -114,7 +114,7 @@ def _is_cut(given: Given, name: str) -> bool:
     if not given.config.reads_behavior or given.host.kept_set(given.args):
         return False
     if name == "rollout_top_k":
-        return isinstance(value, int) and value > 0
+        return whole_number(value) > 0
     return isinstance(value, int | float) and value < 1
 
 
@@ -154,7 +154,7 @@ def _other_terms(given: Given) -> list[str]:
     return flags if reading.says_denominator(given.args) else []
 
 
-def _told_other_terms(given: Given) -> str:
+def _text_of_other_terms(given: Given) -> str:
     setting, to_keep = f"mis.denominator: {given.config.denominator}", "denominator: kept"
     if given.has("use_mask"):
         setting, to_keep = "use_mask: the denominator of all tokens", "use_rs"
@@ -225,7 +225,7 @@ DENOMINATORS = (
         "warn",
     ),
     Check(
-        ("file", "command", "tis"), "other terms", lambda given: bool(_other_terms(given)), _told_other_terms, "warn"
+        ("file", "command", "tis"), "other terms", lambda given: bool(_other_terms(given)), _text_of_other_terms, "warn"
     ),
 )
 OBJECTIVES = (
@@ -267,7 +267,7 @@ def _centers(given: Given) -> bool:
 def _names_other_tokens(given: Given) -> bool:
     """Whether the engine names its likeliest tokens of the whole vocabulary, and the trainer scores over kept sets."""
     by_us = getattr(given.host.needs, "keeps_sets", False) and not given.has("rollout_top_logprobs_num")
-    cut = given.get("rollout_top_p", 1) != 1 or (given.get("rollout_top_k") or -1) > 0
+    cut = given.get("rollout_top_p", 1) != 1 or whole_number(given.get("rollout_top_k")) > 0
     return cut and given.host.kept_set(given.args) and not by_us
 
 
@@ -293,7 +293,7 @@ CENTERS = (
     ),
     of_centers(
         "part of a kept set",
-        lambda given: 0 < _top_k(given) < (given.get("rollout_top_k") or -1),
+        lambda given: 0 < _top_k(given) < whole_number(given.get("rollout_top_k")),
         "rollout_top_k: mis.center.top_k is smaller, so that the head names a part of the tokens that top-k keeps, and "
         "the rest is modelled (center_behavior_mass says how much is named); give both one number",
         "warn",
@@ -312,7 +312,7 @@ CENTERS = (
     ),
     of_centers(
         "smaller head",
-        lambda given: 0 < (given.get("rollout_top_logprobs_num") or 0) < _top_k(given),
+        lambda given: 0 < whole_number(given.get("rollout_top_logprobs_num")) < _top_k(given),
         "rollout_top_logprobs_num: the engine names fewer tokens than mis.center.top_k reads; give both one number",
         "warn",
         ("rollout_top_logprobs_num",),
@@ -375,7 +375,7 @@ def every_check() -> tuple[Check, ...]:
     return (*HOST_CHECKS, *CHECKS)
 
 
-def found(hook: Hook, given: Given, severity: Severity) -> Iterator[Check]:
+def holding(hook: Hook, given: Given, severity: Severity) -> Iterator[Check]:
     """The checks of a hook that hold."""
     for check in CHECKS if hook in ("tis", "loss") else every_check():
         asked = hook in check.hooks and check.severity == severity and all(map(given.takes, check.arguments))
@@ -386,14 +386,14 @@ def found(hook: Hook, given: Given, severity: Severity) -> Iterator[Check]:
 def refuse(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> None:
     """Refuse settings with which a job would stop, or run with wrong numbers."""
     given = Given(view(args), config, host)
-    for check in found(hook, given, "refuse"):
-        raise ConfigError(check.told(given)).spelled(reading.spelling(given.args), "mis.")
+    for check in holding(hook, given, "refuse"):
+        raise ConfigError(check.text(given)).spelled(reading.spelling(given.args), "mis.")
 
 
 def warnings(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> Iterator[str]:
     """Settings that make numbers worse, do less than they say, or may stop the engine."""
     given = Given(view(args), config, host)
-    return (check.told(given) for check in found(hook, given, "warn"))
+    return (check.text(given) for check in holding(hook, given, "warn"))
 
 
 def run(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> None:

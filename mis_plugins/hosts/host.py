@@ -128,6 +128,11 @@ class Host:
     rescore: Rescore | None = None
 
 
+def whole_number(value: Any) -> int:
+    """The value of an argument that counts something; 0 of null and of text, which a config file may hold."""
+    return value if isinstance(value, int) else 0
+
+
 def sequences_of(batch: Batch) -> dict[str, Any]:
     """Keys of a micro-batch that every host's own helper needs to score its sequences."""
     return {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}

@@ -7,6 +7,7 @@ from functools import partial
 from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.checks import REPLAY, Check, Given
+from mis_plugins.hosts.needs import INIT
 from mis_plugins.hosts.ownership import under_another_flag
 from mis_plugins.hosts.uncorrected import with_flags
 
@@ -125,6 +126,18 @@ def _against_flags(given: Given) -> str | None:
     return None
 
 
+def _not_carried(given: Given) -> str | None:
+    """What `carry_versions` would raise when the trainer starts; None where it raises nothing, or is not called."""
+    host = given.host
+    if given.get("custom_megatron_init_path") != INIT.split()[-1] or not host.megatron:
+        return None
+    if not host.version_flags:
+        return f"{INIT}: versions are not carried on {host.title}; leave the flag out"
+    segment_wise = given.config.where_versions_are_known().segment_wise if given.in_loss_hook else None
+    scored = segment_wise is not None and segment_wise.enabled and segment_wise.method == "recompute"
+    return host.needs.refused(given.args, scored)
+
+
 NOT_SKIPPED = ("rollout_data_postprocess_path", "custom_megatron_before_log_prob_hook_path", BEFORE_STEP)
 SESSIONS = "use_session_server"  # Miles's, of samples that an agent makes in several turns
 ABILITIES = (
@@ -139,6 +152,9 @@ ABILITIES = (
         "flags of another objective",
         lambda given: _against_flags(given) is not None,
         lambda given: str(_against_flags(given)),
+    ),
+    of_command(
+        "versions not carried", lambda given: _not_carried(given) is not None, lambda given: str(_not_carried(given))
     ),
     of_command(
         "hook never called",

@@ -43,7 +43,7 @@ def read(
     def constant(name: str) -> Tensor | None:
         return _log_probs(name, batch, layout.local_lengths) if _has(batch, name) else None
 
-    target = _on_the_tape(_flat("log-probs of the logits", log_probs, layout.local_lengths), logits)
+    target = _with_graph(_flat("log-probs of the logits", log_probs, layout.local_lengths), logits)
     proximal = constant("log_probs") if recomputed else None
     if proximal is not None and config.corrects and not config.bypass:
         check_apart(batch["log_probs"], batch.get("rollout_log_probs"), "log_probs")
@@ -73,7 +73,7 @@ def _head(
     return head_of(args, batch, logits, layout, cp, ranks, config.center and config.center.top_k)
 
 
-def _on_the_tape(target: Tensor, logits: Tensor) -> Tensor:
+def _with_graph(target: Tensor, logits: Tensor) -> Tensor:
     """log pi_theta with a graph to the logits, even where this rank holds no response token.
 
     Collectives in the model's backward, and in a checkpointed loss that the backward runs again, wait for

@@ -22,6 +22,7 @@ HOOKS = (
     *(*GENERATE, *CONVERT, *CARRY, *BITWISE_LOSS, *BITWISE_INIT),
 )
 """Hooks by name: those of `mis_plugins.mis` by their last part, others by their dotted path."""
+INIT = "--custom-megatron-init-path mis_plugins.mis.carry_versions"
 LOGLINEAR = "say mis.segment_wise.method: loglinear"
 HANDED = "args pg_loss train_log_probs rollout_log_probs loss_masks total_lengths response_lengths"
 """The arguments of the TIS hook that every host hands over."""
@@ -100,12 +101,12 @@ class Need:
 
     def owner(self) -> tuple[Any, str]:
         """The module or class that holds what the need names, and its name there; raises NeedError where none does."""
-        held = self._found(_imported)
+        held = self._located(_imported)
         if held is None:
             raise self.error()
         return held
 
-    def _found(self, module_of: Callable[[str], Any | None]) -> tuple[Any, str] | None:
+    def _located(self, module_of: Callable[[str], Any | None]) -> tuple[Any, str] | None:
         owners = (address.owner(module_of(address.module)) for address in self.addresses)
         return next((owner for owner in owners if owner is not None), None)
 
@@ -115,7 +116,7 @@ class Need:
         Raises:
             NeedError: the host's package is loaded, and no address has it.
         """
-        held = self._found(sys.modules.get)
+        held = self._located(sys.modules.get)
         if held is not None:
             return getattr(*held)
         package = self.addresses[0].module.partition(".")[0]
@@ -226,6 +227,25 @@ class Refusal:
     scored: bool = False
 
 
+REFUSALS = (
+    Refusal(
+        lambda args: args.get("keep_old_actor"),
+        "--keep-old-actor: log_probs are then of earlier weights than those that the version names; drop it",
+    ),
+    Refusal(
+        lambda args: args.get("allgather_cp"),
+        "--allgather-cp: tokens are then laid out otherwise than recompute reads them; drop it",
+    ),
+    Refusal(
+        lambda args: args.get("use_rollout_routing_replay"),
+        "--use-rollout-routing-replay: recompute scores without the engine's routes, and log_probs are with them; "
+        f"{LOGLINEAR}",
+        scored=True,
+    ),
+)
+"""Arguments of every host under which versions would be wrong."""
+
+
 @dataclass(frozen=True)
 class VersionNeeds(Needs, ABC):
     """The needs of a host that says which version wrote each token, and how its answers are read.
@@ -251,6 +271,11 @@ class VersionNeeds(Needs, ABC):
     get_batch: Need
     iterator: Need
     conversion: Need
+
+    def refused(self, args: Mapping[str, Any], scored: bool) -> str | None:
+        """Why `carry_versions` refuses the arguments; None where it takes them. See `Refusal` for `scored`."""
+        refusals = (each for each in (*REFUSALS, *self.refusals) if scored or not each.scored)
+        return next((f"{each.message}; or leave out {INIT}" for each in refusals if each.when(args)), None)
 
     @abstractmethod
     def version_of(self, actor: Any) -> int:

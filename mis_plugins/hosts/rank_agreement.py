@@ -23,7 +23,7 @@ from mis_plugins.packing.collectives import Arrival, all_reduce, to_host
 from mis_plugins.packing.ragged import Ranks, to_device
 
 SHOWN_KEYS = 3  # how many differing keys an error names
-Known = dict[str, dict[str, int]]  # by key, and by what a rank was given there: the first such rank
+FirstRanks = dict[str, dict[str, int]]  # by key, and by what a rank was given there: the first such rank
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def compare(config: Any, axes: Mapping[str, Collection[int] | None]) -> None:
     """
     from mis_plugins.packing.roll_call import heard  # loaded by jobs of several ranks
 
-    settings: Known = {key: {value: dist.get_rank()} for key, value in flat(config, "mis").items()}
+    settings: FirstRanks = {key: {value: dist.get_rank()} for key, value in flat(config, "mis").items()}
     for axis, ranks in axes.items():
         texts = heard(f"the mis config, {axis}", json.dumps(settings), ranks)
         settings = joined([json.loads(text) for text in texts.values()])
@@ -103,16 +103,16 @@ def flat(given: Any, key: str) -> dict[str, str]:
     return {key: own} | {name: text for at, value in inner.items() for name, text in flat(value, at).items()}
 
 
-def joined(parts: Sequence[Known]) -> Known:
+def joined(parts: Sequence[FirstRanks]) -> FirstRanks:
     """The values of each key over several ranks, each value with the first rank that has it."""
-    every: Known = {}
+    every: FirstRanks = {}
     for key, value, rank in ((key, *entry) for part in parts for key, given in part.items() for entry in given.items()):
         of_key = every.setdefault(key, {})
         of_key[value] = min(rank, of_key.get(value, rank))
     return every
 
 
-def in_words(differing: Known) -> str:
+def in_words(differing: FirstRanks) -> str:
     """The first differing keys, each with its values and a rank for each value."""
     parts = []
     for key in list(differing)[:SHOWN_KEYS]:

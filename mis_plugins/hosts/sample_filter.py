@@ -80,6 +80,8 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     """
     args = view(args)
     samples = [sample for sample in flat(data) if not _scored_later(args, sample)]
+    for sample in samples:
+        sample.response_length = _as_int(sample.response_length)
     judged = [sample for sample in samples if not sample.remove_sample]
     drafts, dropped = bool(getattr(args, "sglang_speculative_algorithm", None)), []
     for sample in judged:
@@ -185,10 +187,9 @@ def _outside_nucleus(sample: Any) -> list[bool]:
     if any(x is None for x in kept_set):
         return none
     ids, offsets = (torch.as_tensor(x).long().flatten() for x in kept_set)
-    tokens = _response(sample)
-    if len(offsets) != len(tokens) + 1 or int(offsets[-1] - offsets[0]) != len(ids):
+    tokens, sizes = _response(sample), offsets.diff()
+    if len(sizes) != len(tokens) or int(sizes.sum()) != len(ids) or (sizes < 0).any():
         return none  # slime itself refuses such a sample
-    sizes = offsets.diff()
     owner = torch.repeat_interleave(sizes)
     hits = torch.zeros_like(sizes).index_add_(0, owner, (ids == tokens[owner]).long())
     return ((sizes > 0) & (hits == 0)).tolist()
@@ -215,12 +216,17 @@ def _in_loss(sample: Any) -> list[bool]:
     return [True] * sample.response_length if mask is None else [bool(x) for x in listed(mask)]
 
 
+def _as_int(entry: Any) -> Any:
+    """A whole number of an array or a tensor as Python's own: an array times a list is no longer list."""
+    try:
+        return operator.index(entry)
+    except TypeError:
+        return entry
+
+
 def _is_count(entry: Any) -> bool:
     """Whether a sample's response_length is a whole number from 0 on, of tokens that a list can hold."""
-    try:
-        return 0 <= operator.index(entry) <= LONGEST
-    except TypeError:
-        return False
+    return isinstance(entry, int) and 0 <= entry <= LONGEST
 
 
 def _is_weight(entry: Any) -> bool:

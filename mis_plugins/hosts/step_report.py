@@ -162,7 +162,7 @@ class Recorder:
     rollout: the rollout of the last call of `check_rollout`.
     ran_in_rollout: whether a hook of ours ran since that call.
     warned: names of warnings that are not given again.
-    lock: held while `record` adds a micro-batch, since threads of one process may train.
+    lock: held while `record` adds a micro-batch, or a report takes them, since threads of one process may train.
     """
 
     step: tuple[int, int] | None = None
@@ -238,7 +238,8 @@ class Recorder:
         self._begin(args)
         ended, self.step = self.step, (rollout_id, step_id)
         if ended is not None and self.step <= ended < (rollout_id + 1, 0):
-            self.pending, self.ran = {}, True  # the host threw that attempt away, and repeats step or rollout
+            self._taken()
+            self.ran = True  # the host threw that attempt away, and repeats step or rollout
         self._report_ended(None if ended is None else Ended(*ended, is_last=ended[0] != rollout_id), ranks)
 
     def _begin(self, args: Any) -> None:
@@ -249,7 +250,9 @@ class Recorder:
 
     def _report_ended(self, ended: Ended | None, ranks: Ranks) -> None:
         """Report the pending records, config by config in one order on every rank."""
-        pending, self.pending = ({} if ended is None else self.pending), {}
+        pending = self._taken()
+        if ended is None:
+            pending = {}
         ran, self.ran = self.ran, False
         apart = self._why_apart(pending, ended, ran, ranks)
         for config in sorted(pending, key=repr):
@@ -334,8 +337,7 @@ class Recorder:
             return
         ended = Ended(*self.step)
         self._judge_at_exit(str(ended), self.ran)
-        pending, self.pending = self.pending, {}
-        for recorded in pending.values():
+        for recorded in self._taken().values():
             try:
                 self._report(recorded, recorded.ranks, ended, None if recorded.alone else LAST)
             except Exception as error:
@@ -348,6 +350,12 @@ class Recorder:
                 logger.error("%s", _uncorrected().error_of(f"{ended}, this rank", self.args))
         except MisError as error:
             logger.error("%s, judged at exit: %s", ended, error)
+
+    def _taken(self) -> dict[CorrectionConfig, Recorded]:
+        """Take the records out; a thread that adds one at that moment adds it either to them or behind them."""
+        with self.lock:
+            taken, self.pending = self.pending, {}
+        return taken
 
     def _add(self, recorded: Recorded) -> None:
         earlier = self.pending.get(recorded.config)

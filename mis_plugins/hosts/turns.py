@@ -87,7 +87,7 @@ def turns_checked(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
 
 
 def judge(sample: Any, answers: Sequence[Answer]) -> None:
-    """Leave on the sample what its turns have of these answers; a call that continues a sample judges the rest."""
+    """Judge the tokens that no earlier call has judged, and leave the verdict on the sample."""
     tokens, before = listed(sample.tokens), getattr(sample, JUDGED, None)
     if before is None or not answers or answers[0].given != before.tokens:
         before = Judged(0, None)
@@ -104,12 +104,12 @@ def fault_of(tokens: Ids, turns: Sequence[tuple[int, int]], answers: Sequence[An
         while place < end:
             count = max((answer.serves(tokens, place, end) for answer in answers), default=0)
             if not count:
-                return _told(turn, tokens, place, answers)
+                return _fault_at(turn, tokens, place, answers)
             place += count
     return None
 
 
-def _told(turn: int, tokens: Ids, place: int, answers: Sequence[Answer]) -> str:
+def _fault_at(turn: int, tokens: Ids, place: int, answers: Sequence[Answer]) -> str:
     if not answers:
         return NOT_HEARD
     nearest = min(answers, key=lambda answer: (abs(answer.given - place), -answer.agreed(tokens)))
@@ -123,8 +123,9 @@ def _told(turn: int, tokens: Ids, place: int, answers: Sequence[Answer]) -> str:
 
 def _turns(sample: Any, total: int) -> Iterator[tuple[int, int]]:
     """Where each run of tokens in the loss begins and ends among the sample's tokens."""
-    place = total - sample.response_length
-    mask = [1] * sample.response_length if sample.loss_mask is None else listed(sample.loss_mask)
+    length = int(sample.response_length)
+    place = total - length
+    mask = [1] * length if sample.loss_mask is None else listed(sample.loss_mask)
     for in_loss, run in groupby(map(bool, mask)):
         end = place + len(list(run))
         if in_loss:

@@ -130,7 +130,7 @@ def _read(watch: Watch, groups: Groups, strange: Sequence[Tensor]) -> Seen:
         table=table,
         split=split.view(sums.split.shape),
         mine=mine,
-        faults=_found(layers, stage_of, _read_samples(sums.ran, by_sample), strange),
+        faults=_faults(layers, stage_of, _read_samples(sums.ran, by_sample), strange),
         tells=groups.counts_samples,
         faulty=round(faulty.item()) + len(layers),
         unknown=round(unknown.item()),
@@ -143,7 +143,7 @@ def _read_samples(ran: Sequence[Ran], sums: Float[Tensor, " N"]) -> list[Ran]:
     return [replace(batch, samples=piece.view_as(batch.samples)) for batch, piece in zip(ran, pieces, strict=True)]
 
 
-def _found(
+def _faults(
     layers: Sequence[tuple[int, str]], stage_of: Mapping[int, int], ran: Sequence[Ran], strange: Sequence[Tensor]
 ) -> tuple[str, ...]:
     """Faults of layers in the samples of this replica, and of samples in most layers."""

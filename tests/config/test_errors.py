@@ -132,6 +132,9 @@ NESTED = [
       "aggregate": "kept"}, r"mis\.aggregate: kept has no effect without a rule or mask bound on tokens or segments"),
     ({"weight": None, "reject": [{"over": "token", "upper": 2}, {"over": "mean", "upper": 9, "aggregate": "kept"}],
       "on_all_rejected": "keep"}, r"mis\.on_all_rejected: keep has nothing to add up"),
+    ({"weight": {"normalize": {"scope": "rollout", "over": "kept"}}, "reject": [{"over": "mean", "upper": 9}],
+      "on_all_rejected": "keep"}, r"mis\.weight\.normalize\.over: kept with .*scope: rollout is a mean over the "
+     r"rollout, and mis\.on_all_rejected: keep gives tokens back by micro-batch; use valid"),
     ({"weight": None, "reject": [{"over": "mean", "upper": 9, "aggregate": "all"}]},
      r"mis\.reject\[0\]\.aggregate: got 'all'; choose one of valid, kept"),
     ({"weight": None, "reject": [{"statistic": "binary_kl", "upper": 13.8156}]},

@@ -12,7 +12,8 @@ from lab.ladder.shipped import by_k3
 from lab.pages import kept, parts
 from mis_plugins.__main__ import main
 from mis_plugins.config.loading import load, presets
-from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
+from mis_plugins.config.model import CorrectionConfig, Over, RejectRule, WeightConfig
+from mis_plugins.config.terms.statistics import STATISTICS
 from mis_plugins.explain import rungs
 from mis_plugins.report.verdict import in_words
 
@@ -94,6 +95,14 @@ def test_check_warns_of_a_preset_whose_window_is_narrow(capsys: pytest.CaptureFi
     assert "warning: reject[0] keeps, of sequences" in capsys.readouterr().out
     assert main(["config", "check", "tis"]) == 0
     assert "keeps" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("over", ["sum", "mean", "min", "max"])
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_a_number_that_the_record_lacks_warns_of_nothing(statistic: str, over: Over):
+    """The record has the smallest and the largest of ratios, and the largest k3."""
+    rule = RejectRule(statistic, over, upper=0.5)
+    assert all(text.startswith("reject[0] keeps, ") for text in rungs.warnings(CorrectionConfig(None, (rule,))))
 
 
 def test_the_committed_record_is_the_benchmarks():

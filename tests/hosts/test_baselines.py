@@ -209,3 +209,13 @@ def test_it_is_told_in_words():
     told = describe(from_mapping(RULE | {"group_baseline": "rloo"}))
     assert "group baseline: rewards less the mean over the group's other samples that train" in told
     assert "--rollout-data-postprocess-path mis_plugins.mis.count_samples" in told
+
+
+def test_a_baseline_says_what_speaks_against_it_where_versions_are_known():
+    """And is described where nobody asks for versions."""
+    config = from_mapping({"weight": {}, "opsm": {"delta": 0.1}, "group_baseline": "rloo"})
+    with pytest.raises(
+        ConfigError, match=r"^mis\.group_baseline: rloo needs .* unless mis\.segment_wise\.enabled: false$"
+    ):
+        config.where_versions_are_known()
+    assert "segment_wise" not in describe(config)

@@ -22,6 +22,8 @@ from mis_plugins.hosts.arguments import kinds
 from mis_plugins.hosts.checks import Check, Given, every_check
 from mis_plugins.hosts.host_checks import BEFORE_STEP, HOST_CHECKS
 from mis_plugins.hosts.registry import every_host
+from mis_plugins.hosts.versions import samples
+from mis_plugins.mis import carry_versions
 
 MEGATRON, ALL = ("miles", "slime"), ("miles", "slime", "fsdp")
 REPLAYED = {"use_rollout_routing_replay": True, "use_routing_replay": True}
@@ -102,7 +104,7 @@ CONFLICTS = [check.name for check in every_check() if check.arguments]
 
 
 def told(check: Check, host: str) -> str:
-    return check.told(Given(view({}), CorrectionConfig(), every_host()[host]))
+    return check.text(Given(view({}), CorrectionConfig(), every_host()[host]))
 
 
 def checked(keys: dict[str, Any], mis: dict[str, Any], host: str, folder: Path) -> int:
@@ -242,6 +244,7 @@ def test_an_attribute_of_the_class_is_an_argument_too(hook: checks.Hook):
 
 
 GROUP, LEAVE_ONE_OUT = ({**WEIGHT, "group_baseline": kind} for kind in ("grpo", "rloo"))
+CARRIED = {"custom_megatron_init_path": "mis_plugins.mis.carry_versions"}
 OTHER_SAMPLES = {"custom_convert_samples_to_train_data_path": "mine.convert"}
 # The check, who asks, the host's arguments, what `mis:` says (None: flat keys), the host, and a host without the fault.
 HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, str]] = [
@@ -252,6 +255,9 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
     ("flags of another objective", "file", {"use_opsm": True}, OPSM, "slime", ""),
     ("scope without rollout batch", "command", {}, ROLLOUT_MEAN, "unknown", "miles"),
     ("versions unknown", "command", {}, {"segment_wise": {"enabled": True}}, "unknown", "miles"),
+    *(("versions not carried", "command", {**CARRIED, flag: True}, mis, host, "fsdp") for host in MEGATRON
+      for flag, mis in (("keep_old_actor", WEIGHT), ("use_rollout_routing_replay", {"segment_wise": {}}))),
+    ("versions not carried", "command", CARRIED, WEIGHT, "vime", "miles"),
     ("hook never called", "command", {"rollout_data_postprocess_path": "mine.hook"}, WEIGHT, "torchtitan", "miles"),
     ("hook never called", "command", {"custom_megatron_before_train_step_hook_path": "mine"}, WEIGHT, "fsdp", "miles"),
     ("sessions without versions", "command", {"use_session_server": True}, {"segment_wise": {}}, "miles", ""),
@@ -289,7 +295,7 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
 
 def names(hook: checks.Hook, args: dict[str, Any], mis: dict[str, Any], host: str) -> list[str]:
     given = Given(view(args), from_mapping(mis), every_host()[host])
-    return [check.name for severity in ("refuse", "warn") for check in checks.found(hook, given, severity)]
+    return [check.name for severity in ("refuse", "warn") for check in checks.holding(hook, given, severity)]
 
 
 @pytest.mark.parametrize(("name", "hook", "args", "mis", "host", "safe"), HELD)
@@ -328,10 +334,41 @@ def test_config_check_refuses_what_the_loss_hook_would(mis: dict[str, Any], flag
     assert told[0] == told[1]
 
 
+@pytest.mark.parametrize("given", [{"keep_old_actor": True}, {"release_train": True}, REPLAYED,
+                                   {"rollout_top_p": 0.9}, {}])  # fmt: skip
+@pytest.mark.parametrize("method", ["recompute", "loglinear"])
+def test_config_check_refuses_what_carry_versions_would(given: dict[str, Any], method: str):
+    """With the words of the hook; some arguments matter only where log-probs are recomputed."""
+    mis, slime = {"segment_wise": {"method": method}}, every_host()["slime"]
+    args = {**CARRIED, **OF_LOSS, **given, "mis": mis}
+    errors = []
+    for call in (
+        lambda: checks.refuse("command", args, from_mapping(mis), slime),
+        lambda: carry_versions(Namespace(**args)),
+    ):
+        with patch.object(samples, "current", lambda *_: slime):
+            try:
+                errors.append(str(call()))
+            except ConfigError as error:
+                errors.append("None" if "not called by the init" in str(error) else str(error))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("value", [None, "50", [1], {"a": 1}])
+@pytest.mark.parametrize("name", ["rollout_top_k", "rollout_top_logprobs_num"])
+@pytest.mark.parametrize("mis", [WEIGHT, CENTER])
+def test_a_count_that_is_no_number_bounds_nothing(mis: dict[str, Any], name: str, value: Any, tmp_path: Path):
+    """Of a file; a warning of its type stands beside."""
+    assert checked({name: value, **CARRIED}, mis, "miles", tmp_path) == 0
+    assert checked({name: value}, mis, "slime", tmp_path) == 0
+
+
 @pytest.mark.parametrize(("host", "offers"), [("vime", True), ("fsdp", False)])
 def test_a_host_without_heads_is_told_of_its_own_centering(host: str, offers: bool):
     given = Given(view({}), from_mapping(CENTER), every_host()[host])
-    (told,) = (check.told(given) for check in checks.found("command", given, "refuse") if check.name == "head unknown")
+    (told,) = (
+        check.text(given) for check in checks.holding("command", given, "refuse") if check.name == "head unknown"
+    )
     assert ("--use-score-centering" in told) == offers
 
 

@@ -5,7 +5,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,20 @@ def test_threads_add_up_all_their_micro_batches(monkeypatch: pytest.MonkeyPatch)
         list(threads.map(recorder.record, [each] * 8))
     (recorded,) = recorder.pending.values()
     assert recorded.sums["micro_batches"] == 8 and recorded.sums["valid"] == 16
+
+
+@pytest.mark.parametrize("take", [lambda x: x.report(ARGS, 0, 1), lambda x: x.report(ARGS, 0, 0), Recorder.at_exit])
+def test_a_report_waits_for_a_thread_that_adds(take: Callable[[Recorder], None]) -> None:
+    """A report that took the records while a thread adds one would have the step after it count them again."""
+    recorder = Recorder(step=(0, 0), args=ARGS)
+    recorder.record(micro_batch([[1.0, 2.0]], EVERYTHING))
+    with ThreadPoolExecutor(1) as threads:
+        with recorder.lock:
+            taken = threads.submit(take, recorder)
+            time.sleep(0.05)
+            assert recorder.pending and not taken.done()
+        taken.result()
+    assert not recorder.pending
 
 
 @dataclass

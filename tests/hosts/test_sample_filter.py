@@ -81,6 +81,7 @@ BROKEN = {
     "several numbers for one": Sample([torch.zeros(2), torch.zeros(2)]),
     "a number beyond all floats": Sample([-(10**400), -1.0]),
     "several numbers for one in the loss mask": good(loss_mask=[torch.ones(2), numpy.ones(2)]),
+    "missing, for a number of an array": good(rollout_log_probs=None, response_length=numpy.array(2)),
     "no response_length": good(response_length=None),
     "a text for a response_length": good(response_length="2"),
     "a share for a response_length": good(response_length=2.0),
@@ -100,6 +101,8 @@ BROKEN = {
 }
 FINE = {
     "plain": good(),
+    "a number of an array for a response_length": good(response_length=numpy.array(2)),
+    "a number of a tensor for a response_length": good(response_length=torch.tensor([2])),
     "a tuple": Sample((-0.5, -1.0)),
     "a tensor": Sample(torch.tensor([-0.5, -1.0])),
     "an array": Sample(numpy.array([-0.5, -1.0])),
@@ -128,6 +131,7 @@ def test_broken_samples_alone_are_dropped_and_all_can_be_sliced_and_converted(ca
     sample = replace({**BROKEN, **FINE}[case])
     drop_broken_samples(ARGS, [[sample, good()]])
     assert sample.remove_sample == (case in BROKEN)
+    assert type(sample.response_length) is int
     assert len(sample.rollout_log_probs) == sample.response_length
     assert torch.isfinite(torch.as_tensor(sample.rollout_log_probs)).all()
     assert not any(x < -746 for x in sample.rollout_log_probs)
@@ -256,6 +260,9 @@ UNCHANGED = {
     "in its nucleus": good(**nucleus([5], [3, 6])),
     "a tool's, which has no nucleus": good(loss_mask=[0, 1], **nucleus([], [6])),
     "of a nucleus that slime refuses": good(**nucleus([5])),
+    "of offsets that do not rise": good(
+        rollout_top_p_token_ids=torch.tensor([5, 6]), rollout_top_p_token_offsets=torch.tensor([0, 3, 2])
+    ),
     "no response": Sample([], response_length=0, metadata=returned(), **nucleus()),
     "no response, and no offset": Sample(
         [], response_length=0, rollout_top_p_token_ids=[], rollout_top_p_token_offsets=[]

@@ -8,13 +8,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import pytest
 import stand_ins
 
 import lab.host  # noqa: F401  (a host that registers itself, and has no request to the engine)
 from mis_plugins import mis
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.turns import JUDGED, NOT_HEARD, Answer, fault_of
+from mis_plugins.hosts.turns import JUDGED, NOT_HEARD, Answer, fault_of, judge
 
 PROMPT, FIRST, TOOL, SECOND = [1, 2, 3], [4, 5], [9, 9], [6, 7, 8]
 TOKENS = [*PROMPT, *FIRST, *TOOL, *SECOND]
@@ -53,6 +54,14 @@ def test_the_first_turn_that_no_answer_has_is_named(case: str) -> None:
         assert found is None
     else:
         assert found is not None and re.search(said, found), found
+
+
+def test_a_response_length_of_an_array_has_every_token_judged() -> None:
+    sample = Namespace(tokens=[*PROMPT, 4, 0], response_length=numpy.array(2), loss_mask=None, index=0, group_index=0)
+    judge(sample, [A])
+    assert (
+        getattr(sample, JUDGED).fault == "turn 1: the engine sampled other tokens than the trainer has, the first at 4"
+    )
 
 
 # --------------------------------------------------------------------------------------- a generate function at work

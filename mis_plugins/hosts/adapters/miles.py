@@ -64,7 +64,7 @@ class Miles(VersionNeeds):
             scored=True,
         ),
         Refusal(
-            lambda args: args.get("rollout_top_p", 1.0) != 1.0 or args.get("rollout_top_k", -1) > 0,
+            lambda args: args.get("rollout_top_p", 1.0) != 1.0 or host.whole_number(args.get("rollout_top_k")) > 0,
             f"--rollout-top-p below 1, or --rollout-top-k: recompute scores the whole vocabulary; {LOGLINEAR}",
             scored=True,
         ),
@@ -230,7 +230,7 @@ def hands_on_kept_sets(keys: Mapping[str, Any]) -> bool:
     """Whether our three hooks of versions have the engine return kept sets and the trainer score over them."""
     words = VERSION_FLAGS.split()
     ours = zip(words[::2], words[1::2], strict=True)
-    bounded = keys.get("rollout_top_k", -1) > 0
+    bounded = host.whole_number(keys.get("rollout_top_k")) > 0
     return bounded and all(keys.get(flag[2:].replace("-", "_")) == path for flag, path in ours)
 
 

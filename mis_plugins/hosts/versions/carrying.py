@@ -25,7 +25,7 @@ from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.loss_batch import VERSION, VERSIONS
-from mis_plugins.hosts.needs import LOGLINEAR, Refusal
+from mis_plugins.hosts.needs import INIT
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.versions import heads, kept
 from mis_plugins.hosts.versions.samples import RETRACTED, Note, recomputes, segment_wise, served
@@ -33,25 +33,7 @@ from mis_plugins.hosts.versions.scores import Data, Scores, Trainer
 from mis_plugins.packing.roll_call import together
 from mis_plugins.versions.segment_wise import Written, admitted
 
-INIT = "--custom-megatron-init-path mis_plugins.mis.carry_versions"
 RECOMPUTED = "recomputed_log_probs"
-REFUSALS = (
-    Refusal(
-        lambda args: args.get("keep_old_actor"),
-        "--keep-old-actor: log_probs are then of earlier weights than those that the version names; drop it",
-    ),
-    Refusal(
-        lambda args: args.get("allgather_cp"),
-        "--allgather-cp: tokens are then laid out otherwise than recompute reads them; drop it",
-    ),
-    Refusal(
-        lambda args: args.get("use_rollout_routing_replay"),
-        "--use-rollout-routing-replay: recompute scores without the engine's routes, and log_probs are with them; "
-        f"{LOGLINEAR}",
-        scored=True,
-    ),
-)
-"""Arguments of every host under which versions would be wrong."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +143,8 @@ def carry_versions(args: Any) -> None:
     """
     host = served(args, INIT)
     needs = host.needs
-    check(args, needs.refusals)
+    if wrong := needs.refused(view(args), recomputes(segment_wise(args))):
+        raise ConfigError(wrong)
     actor = needs.init.frame().get("self")
     if actor is None:
         raise ConfigError(
@@ -177,14 +160,6 @@ def carry_versions(args: Any) -> None:
     model, get_batch = needs.get_batch.owner()
     setattr(own, name, _before(getattr(own, name), carrying))
     setattr(model, get_batch, _with_columns(getattr(model, get_batch), carrying))
-
-
-def check(args: Any, of_host: Sequence[Refusal]) -> None:
-    """Refuse arguments under which versions, or recomputed log-probs, would be wrong."""
-    given, scored = view(args), recomputes(segment_wise(args))
-    for refusal in (*REFUSALS, *of_host):
-        if refusal.when(given) and (scored or not refusal.scored):
-            raise ConfigError(f"{refusal.message}; or leave out {INIT}")
 
 
 def _before(train_actor: Callable[..., Any], carrying: Carrying) -> Callable[..., Any]:
