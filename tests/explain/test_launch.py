@@ -391,6 +391,13 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
         ('f() { python train.py ${1+"$@"}; }\nf --a "b c"', ["--a", "b c"]),
         ('A=1\nB=\npython train.py ${A:+--a "$A"} ${B:+--b "$B"} ${A:+--c "d $A"}', ["--a", "1", HOLE]),
         ("for A in '' 'b c'; do B=(${A:+--a \"$A\"}); done\npython train.py ${B[@]}", [HOLE]),
+        # a word goes on behind a second expansion
+        *((f"A=p B=q C=x\n{line}\npython train.py $C", ["p/b_q.c"]) for line in (
+            "C=$A/b_$B.c", "C=${A}/b_$B.c", "C=\"$A\"/b_$B.c", "C='p'/b_$B.c", "export C=$A/b_$B.c",
+            "f() { local A=$A/b_$B.c; C=$A; }\nf", "for C in $A/b_$B.c; do :; done",
+        )),
+        ("A=p B=q\npython train.py $A/$B.c $A-$B-$A,$B/ $A/$B模 $((A-$B-1))",
+         ["p/q.c", "p-q-p,q/", "p/q模", HOLE]),
         ("readarray -t A <<E\n--a\nb c\nE\npython train.py \"${A[@]}\"", ["--a", "b c"]),
         ("read -r -d '' A <<'E'\n--a\n1\nE\npython train.py $A", ["--a", "1"]),
         ("read -r -d '' A <<E\n--a\nE\nbash <<E\npython train.py $A b\nE", ["--a", "b"]),

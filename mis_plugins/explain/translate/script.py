@@ -279,9 +279,10 @@ def _chosen(starts: Sequence[Start], dialect: Dialect, behind: set[str], line: i
     starts_in_words = "; ".join(
         f"line {_lines(start)}{_branch(start.branch)}: {_listed(start, dialect)}" for start in starts
     )
+    by_line = "choose one by --line N, " if len({start.lines for start in starts}) == len(starts) else ""
     raise ConfigError(
-        f"{len(starts)} starts of {dialect.name} with different settings; choose one by --line N, start the script as "
-        f"you do, behind --, or put the values that count behind the file: {starts_in_words}"
+        f"{len(starts)} starts of {dialect.name} with different settings; {by_line}start the script as you do, behind "
+        f"--, or put the values that count behind the file: {starts_in_words}"
     )
 
 
@@ -404,6 +405,7 @@ class Commands(Shell):
     def _launch(self, node: Node, words: list[Text]) -> None:
         given = [word_of(word) for word in words]
         if given and given[0].text.rpartition("/")[2] in (*LEAVES_FILES, *COPIES, *EDITS):
+            self._other(node, words)
             return
         if other := self.dialect.other(given):
             self.others.append(other)
@@ -430,7 +432,8 @@ class Commands(Shell):
 
     def _start(self, given: Sequence[Word]) -> Start:
         marks = enumerate(itertools.pairwise([Word("", ""), *given]))
-        program = next((i for i, (before, word) in marks if before.text == "-m" or self.dialect.starts(word.text)), 0)
+        begins = (i for i, (before, word) in marks if before.text == "-m" or self._is_program(word.text))
+        program = next(begins, 0)
         open_words = [
             word.source
             for before, word in itertools.pairwise(given[program:])
@@ -440,6 +443,9 @@ class Commands(Shell):
         unread = tuple(dict.fromkeys(word for word in open_words if word not in unset))
         settings = tuple(self.dialect.settings(given))
         return Start(tuple(self.callers), self.branch, settings, self.dialect.file(given), unset, unread)
+
+    def _is_program(self, word: str) -> bool:
+        return word.endswith(".py") or self.dialect.starts(word)
 
     def named_yaml(self, word: Word, folder: str) -> tuple[Any, list[str], list[str]]:
         """The yaml that a start names, what to tell of it, and what stays unread.
@@ -455,10 +461,12 @@ class Commands(Shell):
             self.read |= {piece.at for piece in written if piece.at}
         elif is_sure and not written:
             here = self.path.resolve().parent
-            file = next((path for above in (here, *here.parents) if os.path.isfile(path := above / name)), None)
+            above = (here / folder, here, *here.parents)
+            file = next((path for root in above if os.path.isfile(path := root / name)), None)
             text, where = (text_of(file), str(file)) if file else (None, "")
         if text is None:
-            lost = f"settings in {word.source}{_branch(word.branch)}, a yaml that is not here"
+            why = "which the script writes or changes" if written else "a yaml that is not here"
+            lost = f"settings in {word.source}{_branch(word.branch)}, {why}"
             return {}, [f"not read: {lost}; those that count go behind the file."], [lost]
         try:
             return load(text), [f"read too: {where}."], []
