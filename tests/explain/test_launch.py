@@ -398,6 +398,12 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
         )),
         ("A=p B=q\npython train.py $A/$B.c $A-$B-$A,$B/ $A/$B模 $((A-$B-1))",
          ["p/q.c", "p-q-p,q/", "p/q模", HOLE]),
+        # what the parser of bash cuts in two, or leaves in a word, is not taken for known
+        *((f"A=1\n{line}\npython train.py ${{A}}", [HOLE]) for line in (
+            "A=$x'q'\\\n.c", "A+=\"q\"\\$B", "A=${B}\\n$#", "A=`nproc`$((1 + 1))\\$B", "A=${B:-`nproc`}",
+        )),
+        ("f() { python train.py --a $1; }\nA=1\nf ${A}`echo v`$((1+2))\\$A", ["--a", f"{HOLE}$A"]),
+        ("for A in 'b'$'c'\\$d; do python train.py $A; done", ["bc$d"]),
         ("readarray -t A <<E\n--a\nb c\nE\npython train.py \"${A[@]}\"", ["--a", "b c"]),
         ("read -r -d '' A <<'E'\n--a\n1\nE\npython train.py $A", ["--a", "1"]),
         ("read -r -d '' A <<E\n--a\nE\nbash <<E\npython train.py $A b\nE", ["--a", "b"]),

@@ -162,6 +162,17 @@ def of_lines_before(node: Node) -> list[Node]:
     return node.children[:before]
 
 
+def is_cut(node: Node) -> bool:
+    """Whether the parser takes a part of an assignment's value, `A=x\\$B`, for the command behind it."""
+    source, parts = node.text or b"", pairwise(node.children)
+    behind = (
+        source[first.end_byte - node.start_byte : second.start_byte - node.start_byte]
+        for first, second in parts
+        if first.type == "variable_assignment"
+    )
+    return any(not between.replace(b"\\\n", b"") for between in behind)
+
+
 def ends_early(node: Node) -> bool:
     """Whether a round of a loop may end before the end of its body."""
     is_such = node.type == "command" and says(node).partition(" ")[0] in ENDS_ROUND
