@@ -398,6 +398,9 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
         )),
         ("A=p B=q\npython train.py $A/$B.c $A-$B-$A,$B/ $A/$B模 $((A-$B-1))",
          ["p/q.c", "p-q-p,q/", "p/q模", HOLE]),
+        *((f"s() {{ {line}; }}\ns A --a\npython train.py $A", ["--a"]) for line in (
+            'export "$1"="$2"', 'declare -g "$1=$2"', 'declare -g ${1}="$2"',
+        )),
         # what the parser of bash cuts in two, or leaves in a word, is not taken for known
         *((f"A=1\n{line}\npython train.py ${{A}}", [HOLE]) for line in (
             "A=$x'q'\\\n.c", "A+=\"q\"\\$B", "A=${B}\\n$#", "A=`nproc`$((1 + 1))\\$B", "A=${B:-`nproc`}",

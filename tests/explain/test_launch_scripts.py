@@ -280,9 +280,10 @@ def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
         ms_swift.translate(script + " --off_policy_sequence_mask_delta 0.1")
 
 
-def test_a_default_that_an_unread_file_may_replace_is_told() -> None:
-    note, *_ = ms_swift.translate(f"source env.sh\n{SWIFT} --{MODE} ${{M:-token_mask}}").notes
-    assert note.startswith("taken for granted: M is not set") and note.endswith("and may set them: source env.sh.")
+@pytest.mark.parametrize("line", ["source env.sh", "export $(grep -v '^#' .env | xargs)", 'declare -g "$k=$v"'])
+def test_a_default_that_an_unread_file_may_replace_is_told(line: str) -> None:
+    note, *_ = ms_swift.translate(f"{line}\n{SWIFT} --{MODE} ${{M:-token_mask}}").notes
+    assert note.startswith("taken for granted: M is not set") and note.endswith(f"and may set them: {line}.")
 
 
 def test_a_sourced_file_is_read_where_it_is_found(tmp_path: Path) -> None:

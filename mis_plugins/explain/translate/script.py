@@ -19,7 +19,7 @@ from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.bash.builtins import PRINTS
 from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, LEAVES_FILES, SHELLS
 from mis_plugins.explain.launch.bash.grammar import one_line, parts_of
-from mis_plugins.explain.launch.bash.shell import RUN, Shell
+from mis_plugins.explain.launch.bash.shell import DECLARES, RUN, Shell
 from mis_plugins.explain.launch.reader import Reading, from_start
 from mis_plugins.explain.launch.words import HOLE, Text, Word, flags_of, hole, known, word_of
 from mis_plugins.explain.translate.translation import Open, listed, load
@@ -319,8 +319,8 @@ def _check_words(start: Start, reading: Reading) -> None:
 
 
 def _sources(reading: Reading) -> list[str]:
-    """The files and texts that a script runs and that are not known."""
-    return [text for text in reading.unread.values() if text.startswith(("source ", ". ", "eval "))]
+    """The files, texts and names of variables in a script that are not known."""
+    return [text for text in reading.unread.values() if text.partition(" ")[0] in ("source", ".", "eval", *DECLARES)]
 
 
 def _merged(start: Start, dialect: Dialect, behind: set[str]) -> dict[str, Any]:
