@@ -209,7 +209,7 @@ TOLD = [
     (MIS, WRITTEN.format(f"if now():\n  open(p, 'w').write({MIS!r})"), (), 2, SURE),
     (MIS, WRITTEN.format("with open(p, 'w') as f:\n  yaml.dump(cfg, f)"), (), 2, SURE),
     (MIS, WRITTEN.format("open(p, mode='w').writelines(lines)"), (), 2, SURE),
-    (MIS, WRITTEN.format("shutil.copy('a.yaml', p)"), (), 2, "something that the script calls may write it"),
+    (MIS, WRITTEN.format("make.config('a.yaml', p)"), (), 2, "something that the script calls may write it"),
     (MIS, WRITTEN.format("open(p).read()"), (), 1, "no such file"),
     (MIS, f"{START}from miles.utils import execute_train as go\ngo(train_args='--lr 1')", (), 1, "(line 5)"),
     (MIS, f"{START}go = U.execute_train\ngo(train_args='--lr 1')", (), 1, "train.py of Miles (line 5)"),
@@ -310,6 +310,11 @@ TOLD = [
     *((MIS, f"CMD={words}\n{start}", (), 1, f"+{start.split(' >')[0]} \\") for words, start in (
         ("'python3 train.py --colocate'", "$CMD"), ("'python3 train.py --colocate'", "$CMD > log 2>&1 &"),
         ("(python3 train.py --colocate)", '"${CMD[@]}"'), ("(python3 train.py --colocate)", '"${CMD[@]}" > log &'),
+    )),
+    *((MIS, f'import os, shutil, subprocess\n{line}\nos.system("python train.py --custom-config-path mis.yaml")',
+       (), 2, "config: mis.yaml: the script writes it, with parts that are not known") for line in (
+        'shutil.copy("a.yaml", "mis.yaml")', 'os.system("sed -i s/2/5/ mis.yaml")',
+        'subprocess.run(["cp", "a.yaml", "mis.yaml"])',
     )),
     (MIS, 'run() { "$@"; }\nrun python3 train.py --lr 1\nrun ls', (), 1, "no diff: the flags come together"),
 ]  # fmt: skip
