@@ -362,6 +362,15 @@ def test_a_yaml_that_the_script_changes_is_not_taken_for_read(line: str, tmp_pat
         ms_swift.translate(f"{line}\n{SWIFT} --config a.yaml", asked=Asked(tmp_path / "run.sh"))
 
 
+def test_a_yaml_counts_as_it_is_when_the_training_starts() -> None:
+    write, start = f"cat > /tmp/a.yaml <<E\n{MODE}: token_{{}}\nE\n", f"{SWIFT} --config /tmp/a.yaml\n"
+    mask, truncate = write.format("mask") + start, write.format("truncate")
+    assert ms_swift.translate(f"{mask}rm /tmp/a.yaml").mis["weight"]["bound"] == "zero"
+    with pytest.raises(ConfigError, match="2 starts of ms-swift with different settings"):
+        ms_swift.translate(f"{mask}{truncate}{start}")
+    assert ms_swift.translate(f"{mask}{truncate}{start}", asked=Asked(line=8)).mis["weight"]["bound"] == "truncate"
+
+
 def test_a_yaml_is_read_from_the_folder_that_the_script_changes_to(tmp_path: Path) -> None:
     for folder, mode in ((tmp_path, "token_mask"), (tmp_path / "sub", "token_truncate")):
         folder.mkdir(exist_ok=True)
