@@ -209,7 +209,7 @@ TOLD = [
     (MIS, WRITTEN.format(f"if now():\n  open(p, 'w').write({MIS!r})"), (), 2, SURE),
     (MIS, WRITTEN.format("with open(p, 'w') as f:\n  yaml.dump(cfg, f)"), (), 2, SURE),
     (MIS, WRITTEN.format("open(p, mode='w').writelines(lines)"), (), 2, SURE),
-    (MIS, WRITTEN.format("shutil.copy('a.yaml', p)"), (), 2, "something that the script calls may write it"),
+    (MIS, WRITTEN.format("make.config('a.yaml', p)"), (), 2, "something that the script calls may write it"),
     (MIS, WRITTEN.format("open(p).read()"), (), 1, "no such file"),
     (MIS, f"{START}from miles.utils import execute_train as go\ngo(train_args='--lr 1')", (), 1, "(line 5)"),
     (MIS, f"{START}go = U.execute_train\ngo(train_args='--lr 1')", (), 1, "train.py of Miles (line 5)"),
@@ -311,6 +311,11 @@ TOLD = [
         ("'python3 train.py --colocate'", "$CMD"), ("'python3 train.py --colocate'", "$CMD > log 2>&1 &"),
         ("(python3 train.py --colocate)", '"${CMD[@]}"'), ("(python3 train.py --colocate)", '"${CMD[@]}" > log &'),
     )),
+    *((MIS, f'import os, shutil, subprocess\n{line}\nos.system("python train.py --custom-config-path mis.yaml")',
+       (), 2, "config: mis.yaml: the script writes it, with parts that are not known") for line in (
+        'shutil.copy("a.yaml", "mis.yaml")', 'os.system("sed -i s/2/5/ mis.yaml")',
+        'subprocess.run(["cp", "a.yaml", "mis.yaml"])',
+    )),
     (MIS, 'run() { "$@"; }\nrun python3 train.py --lr 1\nrun ls', (), 1, "no diff: the flags come together"),
 ]  # fmt: skip
 
@@ -391,6 +396,22 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
         ('f() { python train.py ${1+"$@"}; }\nf --a "b c"', ["--a", "b c"]),
         ('A=1\nB=\npython train.py ${A:+--a "$A"} ${B:+--b "$B"} ${A:+--c "d $A"}', ["--a", "1", HOLE]),
         ("for A in '' 'b c'; do B=(${A:+--a \"$A\"}); done\npython train.py ${B[@]}", [HOLE]),
+        # a word goes on behind a second expansion
+        *((f"A=p B=q C=x\n{line}\npython train.py $C", ["p/b_q.c"]) for line in (
+            "C=$A/b_$B.c", "C=${A}/b_$B.c", "C=\"$A\"/b_$B.c", "C='p'/b_$B.c", "export C=$A/b_$B.c",
+            "f() { local A=$A/b_$B.c; C=$A; }\nf", "for C in $A/b_$B.c; do :; done",
+        )),
+        ("A=p B=q\npython train.py $A/$B.c $A-$B-$A,$B/ $A/$B模 $((A-$B-1))",
+         ["p/q.c", "p-q-p,q/", "p/q模", HOLE]),
+        *((f"s() {{ {line}; }}\ns A --a\npython train.py $A", ["--a"]) for line in (
+            'export "$1"="$2"', 'declare -g "$1=$2"', 'declare -g ${1}="$2"',
+        )),
+        # what the parser of bash cuts in two, or leaves in a word, is not taken for known
+        *((f"A=1\n{line}\npython train.py ${{A}}", [HOLE]) for line in (
+            "A=$x'q'\\\n.c", "A+=\"q\"\\$B", "A=${B}\\n$#", "A=`nproc`$((1 + 1))\\$B", "A=${B:-`nproc`}",
+        )),
+        ("f() { python train.py --a $1; }\nA=1\nf ${A}`echo v`$((1+2))\\$A", ["--a", f"{HOLE}$A"]),
+        ("for A in 'b'$'c'\\$d; do python train.py $A; done", ["bc$d"]),
         ("readarray -t A <<E\n--a\nb c\nE\npython train.py \"${A[@]}\"", ["--a", "b c"]),
         ("read -r -d '' A <<'E'\n--a\n1\nE\npython train.py $A", ["--a", "1"]),
         ("read -r -d '' A <<E\n--a\nE\nbash <<E\npython train.py $A b\nE", ["--a", "b"]),

@@ -16,7 +16,7 @@ from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.bash import grammar
-from mis_plugins.explain.translate import areal, ms_swift, verl
+from mis_plugins.explain.translate import areal, ms_swift, trl, verl
 from mis_plugins.explain.translate.script import ASKED, Asked
 
 IS, ACTOR = "algorithm.rollout_correction.", "actor_rollout_ref.actor."
@@ -204,6 +204,13 @@ GIVEN: list[tuple[ModuleType, str, Sequence[str], Asked, Expected]] = [
         (verl, "python3 -m verl.trainer.main_ppo trainer.nnodes=1"), (ms_swift, "swift rlhf --rlhf_type grpo"),
         (areal, "python3 -m areal.launcher.local train.py --config grpo.yaml"),
     )),
+    *((module, f"MORE=$(cat more.txt)\npython {file} $MORE {word}", (), ASKED, r"would tell \$\(cat more\.txt\)")
+      for module, file, word in (
+        (verl, "mine.py", f"{IS}rollout_is=token"), (areal, "mine.py", "--config grpo.yaml"),
+        (trl, "mine.py", "--config grpo.yaml"),
+    )),
+    (verl, f"for T in 2 5; do {TRAIN} {IS}rollout_is=token {IS}rollout_is_threshold=$T; done", (), ASKED,
+     "2 starts of verl with different settings; start the script as"),  # all in one line
     (verl, f"{TRAIN} trainer.experiment_name=gsm8k-rollout_is-2 {WEIGHT}", (), ASKED, WeightConfig(upper=2.0)),
     # a key that an override gives may stand anywhere
     *((verl, f"{EDITED}{word}", (), ASKED, "rollout_is in line 1")
@@ -220,6 +227,8 @@ GIVEN: list[tuple[ModuleType, str, Sequence[str], Asked, Expected]] = [
     *((areal, text, (word,), ASKED, WeightConfig("token", "zero", 0.0, 4.0)) for text in (CAPPED, f"actor: {CAPPED}")
       for word in ("behav_imp_weight_cap=4", "actor.behav_imp_weight_cap=4")),
     (areal, M2, ("actor.m2_threshold=null",), ASKED, areal.translate(f"actor: {CAPPED}").config()),
+    *((areal, "actor: {use_decoupled_loss: true, rejection_sampling: {upper: 3}}", (word,), ASKED,
+       CorrectionConfig()) for word in ("actor.rejection_sampling=null", "rejection_sampling=null")),
     (areal, M2, ("lr=1",), ASKED, "override 'lr=1': expected actor.KEY=VALUE"),
 ]  # fmt: skip
 
@@ -271,9 +280,10 @@ def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
         ms_swift.translate(script + " --off_policy_sequence_mask_delta 0.1")
 
 
-def test_a_default_that_an_unread_file_may_replace_is_told() -> None:
-    note, *_ = ms_swift.translate(f"source env.sh\n{SWIFT} --{MODE} ${{M:-token_mask}}").notes
-    assert note.startswith("taken for granted: M is not set") and note.endswith("and may set them: source env.sh.")
+@pytest.mark.parametrize("line", ["source env.sh", "export $(grep -v '^#' .env | xargs)", 'declare -g "$k=$v"'])
+def test_a_default_that_an_unread_file_may_replace_is_told(line: str) -> None:
+    note, *_ = ms_swift.translate(f"{line}\n{SWIFT} --{MODE} ${{M:-token_mask}}").notes
+    assert note.startswith("taken for granted: M is not set") and note.endswith(f"and may set them: {line}.")
 
 
 def test_a_sourced_file_is_read_where_it_is_found(tmp_path: Path) -> None:
@@ -339,6 +349,42 @@ def test_a_yaml_that_is_not_here_is_told_beside_what_the_command_says() -> None:
     assert told in made.notes
     own = verl.translate(f"{HYDRA}=config --config-name='ppo_megatron_trainer.yaml' {WEIGHT}")
     assert own.config() == made.config() and not any("not read" in note for note in own.notes)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["cp b.yaml a.yaml", "sed -i s/token_mask/token_truncate/ a.yaml", "yq -i .beta=0 a.yaml", "mv b.yaml ./a.yaml"],
+)
+def test_a_yaml_that_the_script_changes_is_not_taken_for_read(line: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"{MODE}: token_mask")
+    told = "yet there are settings in a.yaml, which the script writes or changes"
+    with pytest.raises(ConfigError, match=told):
+        ms_swift.translate(f"{line}\n{SWIFT} --config a.yaml", asked=Asked(tmp_path / "run.sh"))
+
+
+def test_a_yaml_counts_as_it_is_when_the_training_starts() -> None:
+    write, start = f"cat > /tmp/a.yaml <<E\n{MODE}: token_{{}}\nE\n", f"{SWIFT} --config /tmp/a.yaml\n"
+    mask, truncate = write.format("mask") + start, write.format("truncate")
+    assert ms_swift.translate(f"{mask}rm /tmp/a.yaml").mis["weight"]["bound"] == "zero"
+    with pytest.raises(ConfigError, match="2 starts of ms-swift with different settings"):
+        ms_swift.translate(f"{mask}{truncate}{start}")
+    assert ms_swift.translate(f"{mask}{truncate}{start}", asked=Asked(line=8)).mis["weight"]["bound"] == "truncate"
+
+
+def test_a_yaml_is_read_from_the_folder_that_the_script_changes_to(tmp_path: Path) -> None:
+    for folder, mode in ((tmp_path, "token_mask"), (tmp_path / "sub", "token_truncate")):
+        folder.mkdir(exist_ok=True)
+        (folder / "a.yaml").write_text(f"{MODE}: {mode}")
+    made = ms_swift.translate(f"cd sub\n{SWIFT} --config a.yaml", asked=Asked(tmp_path / "run.sh"))
+    assert made.mis["weight"]["bound"] == "truncate"
+
+
+def test_trl_a_yaml_is_read_whatever_the_name_of_the_program(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("use_vllm: true\nvllm_importance_sampling_mode: token_truncate")
+    script = "python sft.py --config b.yaml\naccelerate launch --config_file c.yaml train.py --config{}a.yaml"
+    for sign in " =":
+        made = trl.translate(script.format(sign), ["beta=0"], asked=Asked(tmp_path / "run.sh"))
+        assert made.mis["weight"]["level"] == "token" and f"read too: {tmp_path / 'a.yaml'}." in made.notes
 
 
 OF_VERL = (verl.translate, "algorithm: {rollout_correction: {rollout_is: token}}")

@@ -101,7 +101,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         tree = _with(tree, _place(tree, path).split("."), value)
     by_key = _places(tree)
     read = tuple(f"{block}.{key}" for block in reading.AREAL_BLOCKS for key in by_key)
-    source = source.beside([place for place in places(source.tree, KNOWN) if place not in (*by_key, *read)])
+    source = source.beside([place for place in places(tree, KNOWN) if place not in (*by_key, *read)])
     if not by_key:
         source.prove_nothing()
         raise ConfigError(

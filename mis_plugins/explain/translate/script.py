@@ -19,7 +19,7 @@ from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.bash.builtins import PRINTS
 from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, LEAVES_FILES, SHELLS
 from mis_plugins.explain.launch.bash.grammar import one_line, parts_of
-from mis_plugins.explain.launch.bash.shell import RUN, Shell
+from mis_plugins.explain.launch.bash.shell import DECLARES, RUN, Shell
 from mis_plugins.explain.launch.reader import Reading, from_start
 from mis_plugins.explain.launch.words import HOLE, Text, Word, flags_of, hole, known, word_of
 from mis_plugins.explain.translate.translation import Open, listed, load
@@ -103,6 +103,7 @@ class Start:
     unread: other words that may hold settings and are not known.
     script: another shell script that is given the settings, and may have some of its own.
     folder: where the script has changed to.
+    written: what the script has written into the yaml before.
     """
 
     lines: tuple[int, ...]
@@ -113,6 +114,7 @@ class Start:
     unread: tuple[str, ...] = ()
     script: str = ""
     folder: str = ""
+    written: Text = ()
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
             raise ConfigError(f"`{other}`: which command runs is not known; say behind -- how you start the script")
         raise ConfigError(f"nothing to translate: `{other}`; {dialect.name} corrects with {dialect.corrects} alone")
     start = _chosen(starts, dialect, behind, asked.line) if starts else None
-    tree, remarks, lost = commands.named_yaml(start.file, start.folder) if start and start.file else ({}, [], [])
+    tree, remarks, lost = commands.named_yaml(start.file, start) if start and start.file else ({}, [], [])
     refused, skipped = commands.unread_keys({path.rpartition(".")[2] for path in behind})
     if refused:
         unread = [f"{word} in line {_lines(other)}" for other in starts for word in (*other.unset, *other.unread)]
@@ -272,16 +274,18 @@ def _chosen(starts: Sequence[Start], dialect: Dialect, behind: set[str], line: i
     """The start that the user asks for, or the one whose settings all others have too."""
     asked = [start for start in starts if line in (None, *start.lines)]
     own = {
-        start: (_merged(start, dialect, behind), start.file and (start.file.text, start.file.source)) for start in asked
+        start: (_merged(start, dialect, behind), start.file and (start.file.text, start.file.source, start.written))
+        for start in asked
     }
     if asked and all(settings == own[asked[0]] for settings in own.values()):
         return asked[0]
     starts_in_words = "; ".join(
         f"line {_lines(start)}{_branch(start.branch)}: {_listed(start, dialect)}" for start in starts
     )
+    by_line = "choose one by --line N, " if len({start.lines for start in starts}) == len(starts) else ""
     raise ConfigError(
-        f"{len(starts)} starts of {dialect.name} with different settings; choose one by --line N, start the script as "
-        f"you do, behind --, or put the values that count behind the file: {starts_in_words}"
+        f"{len(starts)} starts of {dialect.name} with different settings; {by_line}start the script as you do, behind "
+        f"--, or put the values that count behind the file: {starts_in_words}"
     )
 
 
@@ -318,8 +322,8 @@ def _check_words(start: Start, reading: Reading) -> None:
 
 
 def _sources(reading: Reading) -> list[str]:
-    """The files and texts that a script runs and that are not known."""
-    return [text for text in reading.unread.values() if text.startswith(("source ", ". ", "eval "))]
+    """The files, texts and names of variables in a script that are not known."""
+    return [text for text in reading.unread.values() if text.partition(" ")[0] in ("source", ".", "eval", *DECLARES)]
 
 
 def _merged(start: Start, dialect: Dialect, behind: set[str]) -> dict[str, Any]:
@@ -404,6 +408,7 @@ class Commands(Shell):
     def _launch(self, node: Node, words: list[Text]) -> None:
         given = [word_of(word) for word in words]
         if given and given[0].text.rpartition("/")[2] in (*LEAVES_FILES, *COPIES, *EDITS):
+            self._other(node, words)
             return
         if other := self.dialect.other(given):
             self.others.append(other)
@@ -413,7 +418,7 @@ class Commands(Shell):
         self.scripts += [script] if script else []
         paths = [path for path, _ in self.dialect.settings(given)]
         if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in no_values(given)):
-            self.starts.append(replace(self._start(given), script=script, folder=self.working_folder()))
+            self.starts.append(replace(self._start(given), script=script))
             self._give(words)
 
     def _give(self, words: Sequence[Text]) -> None:
@@ -430,7 +435,8 @@ class Commands(Shell):
 
     def _start(self, given: Sequence[Word]) -> Start:
         marks = enumerate(itertools.pairwise([Word("", ""), *given]))
-        program = next((i for i, (before, word) in marks if before.text == "-m" or self.dialect.starts(word.text)), 0)
+        begins = (i for i, (before, word) in marks if before.text == "-m" or self._is_program(word.text))
+        program = next(begins, 0)
         open_words = [
             word.source
             for before, word in itertools.pairwise(given[program:])
@@ -438,27 +444,32 @@ class Commands(Shell):
         ]
         unset = tuple(word for word in open_words if self._is_never_set(word))
         unread = tuple(dict.fromkeys(word for word in open_words if word not in unset))
-        settings = tuple(self.dialect.settings(given))
-        return Start(tuple(self.callers), self.branch, settings, self.dialect.file(given), unset, unread)
+        settings, file, folder = tuple(self.dialect.settings(given)), self.dialect.file(given), self.working_folder()
+        written = self.reading.files.get(from_start(folder, file.source), ()) if file else ()
+        if file and _is_sure(file) and known(written) is not None:
+            self.read |= {piece.at for piece in written if piece.at}
+        return Start(tuple(self.callers), self.branch, settings, file, unset, unread, folder=folder, written=written)
 
-    def named_yaml(self, word: Word, folder: str) -> tuple[Any, list[str], list[str]]:
+    def _is_program(self, word: str) -> bool:
+        return word.endswith(".py") or self.dialect.starts(word)
+
+    def named_yaml(self, word: Word, start: Start) -> tuple[Any, list[str], list[str]]:
         """The yaml that a start names, what to tell of it, and what stays unread.
 
         The script writes the file itself, or it lies in the script's folder or one above. It raises ConfigError
         where the file is no yaml.
         """
-        name = from_start("", word.source)
-        written = self.reading.files.get(from_start(folder, word.source), ())
-        text, where = known(written) if written else None, f"{word.source}, which the script writes"
-        is_sure = not word.branch and "$" not in name and "`" not in name
-        if text is not None and is_sure:
-            self.read |= {piece.at for piece in written if piece.at}
-        elif is_sure and not written:
+        name, is_sure = from_start("", word.source), _is_sure(word)
+        text = known(start.written) if start.written and is_sure else None
+        where = f"{word.source}, which the script writes"
+        if is_sure and not start.written:
             here = self.path.resolve().parent
-            file = next((path for above in (here, *here.parents) if os.path.isfile(path := above / name)), None)
+            above = (here / start.folder, here, *here.parents)
+            file = next((path for root in above if os.path.isfile(path := root / name)), None)
             text, where = (text_of(file), str(file)) if file else (None, "")
         if text is None:
-            lost = f"settings in {word.source}{_branch(word.branch)}, a yaml that is not here"
+            why = "which the script writes or changes" if start.written else "a yaml that is not here"
+            lost = f"settings in {word.source}{_branch(word.branch)}, {why}"
             return {}, [f"not read: {lost}; those that count go behind the file."], [lost]
         try:
             return load(text), [f"read too: {where}."], []
@@ -541,6 +552,12 @@ class Commands(Shell):
             if not _is_harmless(chain[1:]) and not self._idle(number, root, chain[1:], seen | {name}):
                 return True
         return False
+
+
+def _is_sure(file: Word) -> bool:
+    """Whether a word surely names a file, other than by a variable that is not known."""
+    name = from_start("", file.source)
+    return not file.branch and "$" not in name and "`" not in name
 
 
 def _script_of(words: Sequence[Word], dialect: Dialect) -> str:

@@ -31,6 +31,7 @@ NO_TRUNCATED = (False, "drops truncated responses from the loss; nothing here do
 WIDTH = 0.2  # of PPO's clip, in every framework and in the hosts
 HYDRAS_NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 HELD = re.compile(r"""'[^']*'|"[^"]*"|\$\{[^}]*\}|\\.""")  # what hides a comma from Hydra
+ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")  # what a backslash takes for a letter in Hydra's text without quotes
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # of Hugging Face's parser
 
 
@@ -107,6 +108,7 @@ def load(text: str) -> Any:
 
 def of_hydra(text: str) -> Any:
     """A value of Hydra's command line, `{key:value}` too, read as YAML; a number to YAML alone (010) stays text."""
+    text = text if text[:1] in ("'", '"') else ESCAPED.sub(r"\1", text)
     value = load(text.replace(":", ": ") if text.startswith("{") else text)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return text if is_number and not HYDRAS_NUMBER.fullmatch(text.strip()) else value
@@ -120,7 +122,8 @@ def of_script(path: str, text: str, read: Callable[[str], Any] = of_hydra) -> An
     """
     if not text.startswith(("[", "{")) and "," in HELD.sub("", text):
         raise ConfigError(
-            f"{path}={cut(text)}: Hydra refuses a comma that no quotes hold; write \"{path}='{cut(text)}'\""
+            f"{path}={cut(text)}: Hydra refuses a comma that no quotes hold, and with --multirun starts a run for each "
+            f"part; write \"{path}='{cut(text)}'\", or put one value behind the file"
         )
     return read(text)
 

@@ -48,9 +48,9 @@ OF_LOSS = ("beta", UNBIASED, "loss_type", "importance_sampling_level")
 CLIPS = ("epsilon", "epsilon_high", "delta")
 DEFAULTS: dict[str, Any] = {CORRECTION: True, MODE: "sequence_mask", CLIP_MAX: 3.0}
 OFF = tuple(f"no_{key}" for key in (CORRECTION, UNBIASED))  # flags of TRL's parser, for switches that are on
-OTHERS = ("rloo", "dpo", "sdpo", "gold", "sdft", "iw_opd", "distillation")  # trainers that have `use_vllm` too
+OTHERS = ("rloo", "dpo", "sdpo", "gold", "sdft", "iw_opd", "distillation", "sft", "kto")  # trainers beside GRPO's
 OTHER_FILE = re.compile(rf"(?<![a-z])({'|'.join(OTHERS)})(?![a-z]|.*grpo)[^/]*\.py$")
-COMMANDS = (*OTHERS, "sft", "kto", "reward")  # that train, beside `trl grpo`
+COMMANDS = (*OTHERS, "reward")  # that train, beside `trl grpo`
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 OWN = {
     "cispo": {},
@@ -357,7 +357,8 @@ def _other(words: Sequence[Word]) -> tuple[Word, ...]:
 
 
 def _starts(word: str) -> bool:
-    return word == "grpo" or word.endswith((".py", ".yaml", ".yml")) and "grpo" in word
+    is_grpos = word.endswith((".py", ".yaml", ".yml")) and "grpo" in word
+    return is_grpos or word == "grpo" or word.partition("=")[0] == "--config"
 
 
 DIALECT = Dialect("TRL", (*KEYS, *OFF), _flags, _is_read, _starts, corrects="grpo", other=_other)

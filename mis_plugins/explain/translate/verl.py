@@ -650,7 +650,8 @@ def _parts(value: Any, key: str) -> list[Any]:
 def _bounds(spec: Any, key: str) -> tuple[float | None, float]:
     """`lower_upper`, or an upper bound alone, of ratios."""
     if isinstance(spec, Unquoted):
-        raise ConfigError(f'{key}: {spec} without quotes is one number to YAML; write "{spec}"')
+        why = f"{spec} without quotes is one number to YAML"
+        raise ConfigError(f'{key}: {why}; write "{spec}", in a shell \'"{spec}"\'')
     lower, separator, upper = str(spec).strip().partition("_") if isinstance(spec, str) else ("", "", spec)
     if not separator:
         return None, _positive(spec, key)

@@ -256,7 +256,12 @@ def _formatted(words: Sequence[Text]) -> Text:
 
 def pair(word: Text) -> tuple[str, Text]:
     """The name and the value of NAME=VALUE; no name where that is not known."""
-    first, *rest = word or (Piece(""),)
-    name, equals, value = (first.text or "").partition("=")
-    is_pair = equals and name.isidentifier() and not first.branch
-    return (name, (replace(first, text=value, span=None), *rest)) if is_pair else ("", ())
+    name = ""
+    for place, piece in enumerate(word):
+        part, equals, value = ("" if piece.branch else piece.text or "").partition("=")
+        name += part
+        if equals and name.isidentifier():
+            return name, ((replace(piece, text=value, span=None),) if value else ()) + word[place + 1 :]
+        if equals or not part:
+            break
+    return "", ()

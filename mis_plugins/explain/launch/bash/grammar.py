@@ -21,6 +21,10 @@ OLDEST = "0.26.1"  # an older one ends the process where it is asked to stop, be
 # Behind a brace the parser looks a character up in a table of 256, even one that the table does not hold. A bracket
 # that begins a default, as in `${FILES:-["a"]}`, is an error to it, and none to bash.
 LOOKED_UP = re.compile(r"(\{[0-9]*(?:\.\.[0-9]*)?(?=[^\x00-\xff])|\$\{\w+:?[-=](?=\[))(.)")
+# An expansion within a word, `$A/b_$B.c`: the parser ends the word in front of it, unless a colon stands behind it.
+WITHIN_WORD = re.compile(
+    r"\(\([^\n]*?\)\)|(?<=[\w./:=,@%+^~\-\"'})]|[^\x00-\x7f])(\$\w+)([-+,./^~]|[^\x00-\x7f])", re.ASCII
+)
 # Redirects between a heredoc and a pipe, and a heredoc in the background: the parser takes neither.
 HEREDOC, REDIRECTS = r"<<-?[ \t]*(?:\w+|'\w+'|\"\w+\")", r"(?:[ \t]+\d?>(?:&\d|>?[ \t]*[^\s|&;<>]+))"
 BEHIND_HEREDOC = re.compile(rf"({HEREDOC})({REDIRECTS}+)(?=[ \t]*\|)|({HEREDOC}{REDIRECTS}*)([ \t]*&)(?=[ \t]*\n)")
@@ -65,6 +69,7 @@ def parsed(script: str, is_over: Callable[[], bool]) -> tuple[Node, list[Node]]:
     # The parser reads letters in place of what it would look up; nodes get the text of the script as it is.
     script = WITHIN.sub(lambda match: b" " * len(match[0]), LAST.sub(rb" \1", script.encode())).decode()
     seen = LOOKED_UP.sub(lambda match: match[1] + "x" * len(match[2].encode()), script)
+    seen = WITHIN_WORD.sub(lambda match: match[1] + ":" * len(match[2].encode()) if match[1] else match[0], seen)
     source = bytearray(BEHIND_HEREDOC.sub(_blanked, seen).encode())
     # The parser can be stopped only where it asks for pieces. Nodes are safe to read only where it had the whole: a
     # function that fails while a node asks it for text ends the process.
@@ -155,6 +160,17 @@ def of_lines_before(node: Node) -> list[Node]:
         between = source[first.end_byte - node.start_byte : second.start_byte - node.start_byte]
         before = count if b"\n" in between.replace(b"\\\n", b"") else before
     return node.children[:before]
+
+
+def is_cut(node: Node) -> bool:
+    """Whether the parser takes a part of an assignment's value, `A=x\\$B`, for the command behind it."""
+    source, parts = node.text or b"", pairwise(node.children)
+    behind = (
+        source[first.end_byte - node.start_byte : second.start_byte - node.start_byte]
+        for first, second in parts
+        if first.type == "variable_assignment"
+    )
+    return any(not between.replace(b"\\\n", b"") for between in behind)
 
 
 def ends_early(node: Node) -> bool:

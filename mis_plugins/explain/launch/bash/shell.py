@@ -209,7 +209,7 @@ class Shell(Commands):
 
     def _for(self, node: Node) -> None:
         name, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
-        values = [word for child in node.children_by_field_name("value") for word in self.words(child)]
+        values = self.joined(node, node.children_by_field_name("value"))
         if name is None or body is None:
             return
         if not values or grammar.ends_early(body) or any(known(word) is None for word in values):
@@ -272,6 +272,11 @@ class Shell(Commands):
         words = self.command_words(node)
         own = [child for child in node.children if child.type == "variable_assignment" and child not in before]
         keys = [re.split(r"[+=\[]", says(child))[0] for child in own]
+        if grammar.is_cut(node):
+            self.variables |= {key: hole(one_line(node), self.lines(node)) for key in keys}
+            if words[1:]:
+                self.unread(node, "the parser of bash cuts the word behind =; put it into quotes")
+            return
         with self._kept({key: self.variables.get(key) for var in keys for key in (var, f"-x {var}")}):
             self.run_all(own)
             self.variables |= {f"-x {var}": EXPORTED for var in keys}

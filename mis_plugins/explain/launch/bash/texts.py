@@ -17,8 +17,8 @@ from mis_plugins.explain.launch.words import Lines, Piece, Text, fields, hole, k
 
 EXPORTED, FOLDER, LEFT, PUSHED, LAST_PIPE = literal("x"), "~+", "~-", "~0", "-p"
 Value = Text | list[Text]  # of a variable, of an array
-# A home in a word, and a variable of the shell that the parser leaves within a word.
-EXPANDED = re.compile(r"(?:^(?:[A-Za-z_]\w*=)?|:)~(?:[\w+-]*(?:[/:]|$)|[\w.+-]*/)|(?<!\\)\$[@*#?!$-]")
+# A home in a word, and a variable of the shell, or a command in backticks, that the parser leaves within a word.
+EXPANDED = re.compile(r"(?:^(?:[A-Za-z_]\w*=)?|:)~(?:[\w+-]*(?:[/:]|$)|[\w.+-]*/)|(?<!\\)(?:\$[@*#?!$-]|`)")
 BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\"\\$`~]*)")
 # The few letters that a backslash quotes within double quotes.
 ESCAPED = re.compile(r'\\(["$`\\\n])')
@@ -182,14 +182,14 @@ class Texts(Reader):
 
         A word behind an expansion is not known: its letters may belong to the expansion's name, or begin a word.
         """
-        source, gathered = node.text or b"", list[Text]()
+        source, gathered, words = node.text or b"", list[Text](), list[Text]()
         for before, part in zip([None, *parts], parts, strict=False):
-            words = self.words(part)
+            is_made, words = bool(words), self.words(part)
             between = source[before.end_byte - node.start_byte : part.start_byte - node.start_byte] if before else b""
-            if before and between in (b"", b"\\\n") and gathered and words:
+            if before and between in (b"", b"\\\n") and words:
                 last = before.named_children[-1] if before.type == "concatenation" else before
-                is_open = last.type in EXPANSIONS
-                words[0] = hole(says(before) + says(part), self.lines(part)) if is_open else gathered.pop() + words[0]
+                is_open, first = last.type in EXPANSIONS, gathered.pop() if is_made else ()
+                words[0] = hole(says(before) + says(part), self.lines(part)) if is_open else first + words[0]
             gathered += words
         return gathered
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from mis_plugins.config.file import INLINE
 from mis_plugins.explain.launch import bash
+from mis_plugins.explain.launch.bash.commands import COPIES, EDITS
 from mis_plugins.explain.launch.python.functions import Functions
 from mis_plugins.explain.launch.python.names import Record, as_text, key_of, lines_of, name_of, says
 from mis_plugins.explain.launch.reader import Ended, Launch, is_train
@@ -21,6 +22,7 @@ STARTS = "execute_train"  # Miles's functions that begin so hand `train_args` to
 GIVE_NOTHING = ("get_default_wandb_args", "get_mooncake_object_store_args")  # Miles's helpers: no flag of ours
 PLAINLY = {"strip": str.strip, "lower": str.lower}
 WRITES = ("write", "writelines", "write_text", "write_bytes")
+MOVES = ("copy", "copy2", "copyfile", "move", "rename", "replace")  # what makes the file of its second argument
 NAMES = ("str", "Path")  # functions that return the name of a file
 SET_ANY_NAME = ("exec", "globals", "locals")
 
@@ -73,6 +75,8 @@ class Imported(Functions):
             first.fields |= dict.fromkeys(names, value)
         if name == "open":
             return self.opened(text, given[1:], named)
+        if owner in ("shutil", "os") and name in MOVES and len(given) > 1:
+            self.write(shown(as_text(given[1])), self.unknown(node))
         if name == "Path" and len(given) > 1:
             return self.unknown(node)
         if name == "Path" and (content := known(text)) is not None:
@@ -114,14 +118,12 @@ class Imported(Functions):
 
     def shell(self, node: ast.Call, command: Any) -> None:
         """A command of the shell that the launcher hands on, as one text or as words."""
-        if isinstance(command, list):
-            words = [item for item in command if isinstance(item, tuple)]
-            if any(is_train(known(word) or "") for word in words):
-                ends = Piece("'", lines=lines_of(node)), Piece("' ")
-                quoted = [piece for word in words for piece in (ends[0], *word, ends[1])]
-                self.launch(node, tuple(quoted), (0, 0))
-        elif isinstance(command, tuple) and any(map(is_train, with_holes(command).split())):
-            self.launch(node, command, (0, 0))
+        words = [item for item in command if isinstance(item, tuple)] if isinstance(command, list) else []
+        quoted = [piece for word in words for piece in (Piece("'", lines=lines_of(node)), *word, Piece("' "))]
+        text = tuple(quoted) or as_text(command)
+        given = [known(word) or "" for word in words] or with_holes(text).split()
+        if any(map(is_train, given)) or given and given[0] in (*COPIES, *EDITS):
+            self.launch(node, text, (0, 0))
         elif isinstance(command, tuple):
             sources = " ".join(piece.source for piece in command if piece.text is None)
             named = re.findall(r"[\w./-]+", sources)
