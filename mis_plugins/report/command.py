@@ -127,7 +127,7 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     if made and made.usable:
         length = made.usable / max(made.sequences, 1)
         calm = level_of(replace(made, rejected=0, torn=())) == CALM
-        proposal = propose(swept, made.outcomes, made.whole, made.steps, length, calm)
+        proposal = propose(swept, made.by_config, made.whole, made.steps, length, calm)
     before = problems.of_file.total()
     curves = scan.read_curves(problems)
     unread = problems.of_file.total() - before

@@ -16,7 +16,7 @@ from mis_plugins import __version__
 from mis_plugins.explain.limits import FIRST
 from mis_plugins.explain.rungs import record
 from mis_plugins.report import plots
-from mis_plugins.report.causes import CANNOT, CAUSES
+from mis_plugins.report.causes import CANNOT, CAUSES, Table
 from mis_plugins.report.places import PLACES
 from mis_plugins.report.verdict import CALM, WATCH, in_steps
 from mis_plugins.report.written import Document
@@ -44,7 +44,7 @@ NO_IDS = "Dots stand for tokens, because the dumps hold no token ids."
 def page(document: Document) -> str:
     """The page of a document. Controls in foreign texts are shown by their escapes."""
     report, proposal = document.report, document.proposal
-    places = {name: rows for name, rows in report.places.items() if len(rows) > 1} if report else {}
+    places = {name: rows for name, rows in report.facts.places.items() if len(rows) > 1} if report else {}
     whole = _template().render(
         document=document,
         report=report,
@@ -103,7 +103,7 @@ def _spelling(tokens: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {"gap": "" if any(text.startswith(" ") for text in texts) else " ", "hint": hint}
 
 
-def _place(name: str, rows: list[dict[str, Any]], all_rows: Iterable[list[dict[str, Any]]]) -> dict[str, Any]:
+def _place(name: str, rows: Table, all_rows: Iterable[Table]) -> dict[str, Any]:
     words = PLACES[name].what
     return {"words": words, "svg": plots.dots(rows, f"kl_k3 by {words}", plots.span(all_rows)), "rows": rows}
 
@@ -116,7 +116,7 @@ def _curves(document: Document) -> Iterator[tuple[str, str]]:
     marks: list[int] = []
     if document.report is not None and len(document.report.steps) > 1:
         runs = {document.title: _steps(document)} | runs
-        marks = [change.step for change in document.report.changes]
+        marks = [change.step for change in document.report.facts.changes]
     names = _shown(name for run in runs.values() for row in run.values() for name in row)
     for name in islice(names, SHOWN_CURVES):
         lines = {title: line for title, run in runs.items() if (line := _line(run, name))}

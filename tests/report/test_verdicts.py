@@ -298,7 +298,7 @@ def test_shuffled_steps_are_put_in_order(tmp_path: Path) -> None:
     rows = at_steps({8, 9, 10, 11, 12, 13, 14, 15}, 16)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(3)).tolist()
     first, second = surveyed(rows), surveyed([rows[place] for place in order])
-    assert [one.step for one in first.changes] == [one.step for one in second.changes] == [8]
+    assert [one.step for one in first.facts.changes] == [one.step for one in second.facts.changes] == [8]
     assert [one.name for one in second.findings] == ["jump"] and list(second.steps) == list(range(16))
 
 
@@ -805,7 +805,7 @@ def proposed(rows: Sequence[Record], sweep: str = "own", advantages: bool = Fals
     made = report(survey)
     assert made is not None
     calm = verdict(made, None).level == CALM
-    found = propose(tried, made.outcomes, made.whole, made.steps, made.usable / made.sequences, calm)
+    found = propose(tried, made.by_config, made.whole, made.steps, made.usable / made.sequences, calm)
     assert found is not None
     return found
 
