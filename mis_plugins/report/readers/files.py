@@ -10,7 +10,6 @@ import importlib
 import io
 import itertools
 import json
-import re
 import resource
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -274,9 +273,3 @@ def size_of(file: Path) -> int:
         return file.stat().st_size
     except OSError:
         return 0
-
-
-def natural(path: Path) -> list[tuple[int, str]]:
-    """Sort key by which rollout 9 stands before rollout 10."""
-    parts = enumerate(re.split(r"(\d+)", str(path)))
-    return [(len(digits := part.lstrip("0")), digits) if place % 2 else (-1, part) for place, part in parts]

@@ -18,8 +18,9 @@ from mis_plugins.errors import InputError
 from mis_plugins.explain.limits import LIMITS
 from mis_plugins.report.readers import curves, neutral
 from mis_plugins.report.readers.dumps import dumps
-from mis_plugins.report.readers.files import Curve, Problems, Source, natural, objects, opened, size_of
+from mis_plugins.report.readers.files import Curve, Problems, Source, objects, opened, size_of
 from mis_plugins.report.record import REQUIRED, lacking, nearest
+from mis_plugins.shared.opened import natural
 
 VERL = (
     "verl's rollout_data_dir (read: releases 0.4.1 to 0.7.0 and 0.8.0.dev b178a3c) holds texts and scores, and no "
