@@ -16,7 +16,7 @@ from mis_plugins import __version__
 from mis_plugins.explain.limits import FIRST
 from mis_plugins.explain.rungs import record
 from mis_plugins.report import plots
-from mis_plugins.report.causes import CANNOT, CAUSES, Table
+from mis_plugins.report.causes import CANNOT, CAUSES
 from mis_plugins.report.places import PLACES
 from mis_plugins.report.verdict import CALM, WATCH, in_steps
 from mis_plugins.report.written import Document
@@ -44,7 +44,8 @@ NO_IDS = "Dots stand for tokens, because the dumps hold no token ids."
 def page(document: Document) -> str:
     """The page of a document. Controls in foreign texts are shown by their escapes."""
     report, proposal = document.report, document.proposal
-    places = {name: rows for name, rows in report.facts.places.items() if len(rows) > 1} if report else {}
+    places = {PLACES[name].what: rows for name, rows in report.facts.places.items() if len(rows) > 1} if report else {}
+    kl_k3 = report.whole.get(FIRST) if report else None
     whole = _template().render(
         document=document,
         report=report,
@@ -52,10 +53,13 @@ def page(document: Document) -> str:
         version=__version__,
         cannot=CANNOT,
         model=record().model,
-        ladder=_ladder(document),
+        ladder=None if kl_k3 is None else plots.ladder(document.title, kl_k3, f"{FIRST} on the ladder of a real model"),
         curves=dict(_curves(document)),
         first_lines=_first_lines(document),
-        places=[_place(name, rows, places.values()) for name, rows in places.items()],
+        drawn={
+            what: plots.dots(rows, f"kl_k3 by {what}", plots.span(places.values())) for what, rows in places.items()
+        },
+        places=places,
         **_spelling([token for sequence in report.worst_sequences for token in sequence["tokens"]] if report else []),
     )
     return printable(whole, keep="\n\t")
@@ -72,13 +76,6 @@ def _template() -> Any:
         "cause_title": lambda name: CAUSES[name].title,
     }  # fmt: skip
     return environment.get_template("page.html")
-
-
-def _ladder(document: Document) -> str | None:
-    """The run beside a real model; None for a run without a token to compare."""
-    if document.report is None or FIRST not in document.report.whole:
-        return None
-    return plots.ladder(document.title, document.report.whole[FIRST], f"{FIRST} on the ladder of a real model")
 
 
 def _first_lines(document: Document) -> dict[str, str]:
@@ -101,11 +98,6 @@ def _spelling(tokens: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     texts = [str(token["text"]) for token in tokens if "text" in token]
     hint = "" if texts else IDS if any("token" in token for token in tokens) else NO_IDS
     return {"gap": "" if any(text.startswith(" ") for text in texts) else " ", "hint": hint}
-
-
-def _place(name: str, rows: Table, all_rows: Iterable[Table]) -> dict[str, Any]:
-    words = PLACES[name].what
-    return {"words": words, "svg": plots.dots(rows, f"kl_k3 by {words}", plots.span(all_rows)), "rows": rows}
 
 
 def _curves(document: Document) -> Iterator[tuple[str, str]]:

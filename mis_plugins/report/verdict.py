@@ -239,7 +239,7 @@ def of_curves(
     ]
     words = "; ".join(dict.fromkeys(limits))
     if not any(_measures(name, x) for curve in curves for _, row in _logged(curve) for name, x in row.items()):
-        why = words or (_unknown(curves) if curves and not rejected else _unreadable(rejected, problems.kept))
+        why = words or _unread_curves(curves, rejected, problems.kept)
         return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", TOLD, measured=False)
     earlier = {"Beyond its limit before": _each(curves, _earlier)}
     over_time, rose = _over_time(curves, least)
@@ -322,16 +322,14 @@ def _logged(curve: Curve) -> list[tuple[int, Mapping[str, float]]]:
     return [*curve.replaced, *curve.values.items()]
 
 
-def _unknown(curves: Sequence[Curve]) -> str:
-    """Which numbers the curves hold, none of which measures the mismatch."""
-    names = list(dict.fromkeys(name for curve in curves for row in curve.values.values() for name in row))
-    return f"no curve holds a number that measures it: {lacking((FIRST,), names)}"
-
-
-def _unreadable(rejected: int, problems: Sequence[Problem]) -> str:
+def _unread_curves(curves: Sequence[Curve], rejected: int, problems: Sequence[Problem]) -> str:
+    """Why no number was read that measures the mismatch: of curves without one, the numbers that they hold."""
     if rejected:
         first = f"; the first: {problems[0]}" if problems else ""
         return f"{were_rejected(rejected, rejected)}{first}"
+    if curves:
+        names = list(dict.fromkeys(name for curve in curves for row in curve.values.values() for name in row))
+        return f"no curve holds a number that measures it: {lacking((FIRST,), names)}"
     return str(problems[0]) if problems else "the folder holds no file of a run"
 
 

@@ -19,9 +19,10 @@ import yaml
 
 from mis_plugins.explain.limits import LIMITS
 from mis_plugins.metrics.alarms import PREFIX
-from mis_plugins.report.readers.files import Curve, Problems, objects, opened, parsed, size_of
+from mis_plugins.report.readers.files import Curve, Problems, objects, parsed, size_of
 from mis_plugins.report.record import LONGEST_WORD, printed, step_of
 from mis_plugins.shared.budget import ITEMS, LINE, STEPS, RecordError
+from mis_plugins.shared.opened import Opened
 
 STEPS_OF_HOSTS = (
     "rollout", "step", "train/step", "rollout/step", "eval/step", "_step", "rollout_id", "global_step", "iteration",
@@ -48,11 +49,6 @@ def our_name(name: str) -> str:
     """The name that our page gives a number; the name itself where the page has none."""
     bare = printed(name, LONGEST_WORD).removeprefix(PREFIX).removeprefix("mis_step/")
     return OURS.get(bare) or OURS.get(bare.removeprefix("train/")) or bare
-
-
-def has_step(mapping: Mapping[str, object]) -> bool:
-    """Whether an object names the step of its numbers."""
-    return any(name in mapping for name in STEPS_OF_HOSTS)
 
 
 def run_of(path: Path, kind: str) -> Path | str:
@@ -149,7 +145,7 @@ def _jsonl(path: Path, problems: Problems) -> Iterator[Row]:
 
 
 def _tensorboard(path: Path, problems: Problems) -> Iterator[Row]:
-    with opened(path) as file:
+    with Opened(path).file as file:
         step: object = "none"
         while header := file.read(12):
             size = int.from_bytes(header[:8], "little")
@@ -228,7 +224,7 @@ def _item(message: bytes, path: Path) -> tuple[str, Any]:
 
 def _wandb_records(path: Path) -> Iterator[tuple[str, bytes]]:
     """Place and content of every record of an offline wandb run."""
-    with opened(path) as file:
+    with Opened(path).file as file:
         if file.read(HEADER)[:4] != b":W&B":
             raise RecordError(f"{path}: no log of wandb")
         for count, record in enumerate(_logged(file, path), 1):

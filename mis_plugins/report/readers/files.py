@@ -30,15 +30,6 @@ HEAD = 64  # lines in which a file shows what it is
 SKIPPED = 16  # budgets of one line: how far the end of an overlong line is looked for
 
 
-def opened(path: Path) -> BinaryIO:
-    """Open a regular file for reading; a pipe or a device could block, or never end.
-
-    Raises:
-        RecordError: the path is no regular file, or cannot be opened.
-    """
-    return Opened(path).file
-
-
 def unpacked(file: BinaryIO, path: Path) -> Lines:
     """The lines within a file that gzip or zstd packed, by its first bytes; the file itself where nothing is packed.
 
@@ -85,7 +76,7 @@ def objects(path: Path, problems: Problems, head: bool = False) -> Iterator[tupl
     Args:
         head: stop after the first lines, by which a file is known.
     """
-    with opened(path) as packed, unpacked(packed, path) as file:
+    with Opened(path).file as packed, unpacked(packed, path) as file:
         size, inflated = size_of(path), 0
         for number in itertools.count(1):
             line, goes_on = _line(file)
