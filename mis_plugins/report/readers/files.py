@@ -179,11 +179,6 @@ class Problems:
         if self.of_file[problem.file] <= self.EACH and len(self.kept) < self.MOST:
             self.kept.append(problem)
 
-    @property
-    def told(self) -> list[str]:
-        """All that is kept, in words."""
-        return list(map(str, self.kept))
-
     def read(self, function: Callable[[], T], file: object, place: object = "") -> T | None:
         """What `function` reads of one file or one record; None where it fails, which is told.
 
