@@ -905,6 +905,13 @@ def test_the_recorder_names_and_orders(tmp_path: Path):
     ]  # fmt: skip
 
 
+def test_files_stand_by_their_numbers_whatever_zeros_lead_them(tmp_path: Path):
+    for number in ("10", "09", "8"):
+        torch.save(X, tmp_path / f"step{number}.pt")
+    names = [entry.key.name for entry in read_recording(tmp_path).entries]
+    assert names == ["step8", "step09", "step10"]
+
+
 def test_the_recorder_writes_part_of_a_batch(tmp_path: Path):
     model = nn.Sequential(nn.ReLU())
     with record(model, tmp_path / "a", lambda x: x[1:]):
