@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0 if ever else REFUSED
         if alarmed(document):
             return ALARMED
+        del document  # it holds the sums of the whole run, which the next reading makes anew
         try:
             time.sleep(arguments.every)
         except KeyboardInterrupt:
