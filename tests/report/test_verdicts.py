@@ -247,7 +247,8 @@ def test_a_run_whose_own_config_harms_is_not_calm(config: str, why: str, tmp_pat
 def test_a_step_that_is_an_alarm_is_told_however_loud_the_others_are(step: int, level: str) -> None:
     made = surveyed(BF16)
     loud = {**made.steps, step: {**made.steps[step], FIRST: 0.06}}
-    judged = verdict(replace(made, steps=loud, findings=[], changes=[]), None)
+    facts = replace(made.facts, changes=[])
+    judged = verdict(replace(made, facts=facts, steps=loud, findings=[]), None)
     assert judged.level == level
     assert judged.headline == f"At 1 of 8 steps kl_k3 is above 0.05; the highest is 0.06, at step {step}."
 
