@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lab.provenance import markdown_table, parser_of, write_json
-from mis_plugins.report.readers.files import opened, parsed
+from mis_plugins.report.readers.files import parsed
 from mis_plugins.shared.budget import LINE, RecordError
+from mis_plugins.shared.opened import Opened
 from mis_plugins.shared.opened import read as guarded
 from mis_plugins.shared.terminal import print_error, printable
 from true_on_policy.verify.certificate import Link
@@ -185,7 +186,7 @@ def read(path: Path) -> Receipt:
 def _receipt(path: Path) -> Receipt:
     from pydantic import ValidationError
 
-    with opened(path) as file:
+    with Opened(path).file as file:
         held = parsed(file.read(int(LINE.base) + 1), path)
     try:
         return _form().validate_json(json.dumps(held), strict=True)

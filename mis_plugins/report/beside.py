@@ -17,10 +17,11 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.report.readers import curves
-from mis_plugins.report.readers.files import Problems, library, opened, parsed
+from mis_plugins.report.readers.files import Problems, library, parsed
 from mis_plugins.report.record import LONGEST_WORD, printed
 from mis_plugins.report.sweep import Candidate, judged
 from mis_plugins.shared.budget import LINE, RecordError
+from mis_plugins.shared.opened import Opened
 
 SUMMARY = "summary.json"  # of the embedded host, under `arguments`
 MOST_RULES = 32  # each token is judged by every rule
@@ -50,7 +51,7 @@ def _arguments(file: Path, problems: Problems) -> Mapping[str, Any]:
 
 
 def _json(file: Path) -> Any:
-    with opened(file) as content:
+    with Opened(file).file as content:
         return parsed(content.read(int(LINE.base) + 1), file)
 
 

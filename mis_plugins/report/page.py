@@ -44,7 +44,8 @@ NO_IDS = "Dots stand for tokens, because the dumps hold no token ids."
 def page(document: Document) -> str:
     """The page of a document. Controls in foreign texts are shown by their escapes."""
     report, proposal = document.report, document.proposal
-    places = {name: rows for name, rows in report.places.items() if len(rows) > 1} if report else {}
+    places = {PLACES[name].what: rows for name, rows in report.facts.places.items() if len(rows) > 1} if report else {}
+    kl_k3 = report.whole.get(FIRST) if report else None
     whole = _template().render(
         document=document,
         report=report,
@@ -52,10 +53,13 @@ def page(document: Document) -> str:
         version=__version__,
         cannot=CANNOT,
         model=record().model,
-        ladder=_ladder(document),
+        ladder=None if kl_k3 is None else plots.ladder(document.title, kl_k3, f"{FIRST} on the ladder of a real model"),
         curves=dict(_curves(document)),
         first_lines=_first_lines(document),
-        places=[_place(name, rows, places.values()) for name, rows in places.items()],
+        drawn={
+            what: plots.dots(rows, f"kl_k3 by {what}", plots.span(places.values())) for what, rows in places.items()
+        },
+        places=places,
         **_spelling([token for sequence in report.worst_sequences for token in sequence["tokens"]] if report else []),
     )
     return printable(whole, keep="\n\t")
@@ -72,13 +76,6 @@ def _template() -> Any:
         "cause_title": lambda name: CAUSES[name].title,
     }  # fmt: skip
     return environment.get_template("page.html")
-
-
-def _ladder(document: Document) -> str | None:
-    """The run beside a real model; None for a run without a token to compare."""
-    if document.report is None or FIRST not in document.report.whole:
-        return None
-    return plots.ladder(document.title, document.report.whole[FIRST], f"{FIRST} on the ladder of a real model")
 
 
 def _first_lines(document: Document) -> dict[str, str]:
@@ -103,11 +100,6 @@ def _spelling(tokens: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {"gap": "" if any(text.startswith(" ") for text in texts) else " ", "hint": hint}
 
 
-def _place(name: str, rows: list[dict[str, Any]], all_rows: Iterable[list[dict[str, Any]]]) -> dict[str, Any]:
-    words = PLACES[name].what
-    return {"words": words, "svg": plots.dots(rows, f"kl_k3 by {words}", plots.span(all_rows)), "rows": rows}
-
-
 def _curves(document: Document) -> Iterator[tuple[str, str]]:
     """Name and picture of each number over the steps, of the tokens and of the logs beside them."""
     folder, slash, _ = commonprefix([curve.label for curve in document.curves]).rpartition("/")
@@ -116,7 +108,7 @@ def _curves(document: Document) -> Iterator[tuple[str, str]]:
     marks: list[int] = []
     if document.report is not None and len(document.report.steps) > 1:
         runs = {document.title: _steps(document)} | runs
-        marks = [change.step for change in document.report.changes]
+        marks = [change.step for change in document.report.facts.changes]
     names = _shown(name for run in runs.values() for row in run.values() for name in row)
     for name in islice(names, SHOWN_CURVES):
         lines = {title: line for title, run in runs.items() if (line := _line(run, name))}

@@ -120,7 +120,8 @@ def propose(
     readme_row = row(kl_k3)
     beyond = _beyond_all_rows(kl_k3, steps)
     if calm:
-        return _proposal(Candidate(NOTHING, _preset("metrics-only").config), (_is_calm(kl_k3),), ranking)
+        why = f"kl_k3 is {kl_k3:.2g}, and README's row corrects nothing below {ROWS[0].below:g}"
+        return _proposal(Candidate(NOTHING, _preset("metrics-only").config), (why,), ranking)
     if readme_row is None or beyond:
         good = (rival.candidate for rival in ranking if not rival.reasons and rival.cosine is not None)
         chosen = next(good, None) or _preset(ROWS[-1].preset)
@@ -195,10 +196,6 @@ def _beyond_all_rows(kl_k3: float, steps: Mapping[int, Mapping[str, float]]) -> 
             most = ROWS[-1].below
             return f"repair the engine first: kl_k3{name} is {x:.2g}, above {most:g}, where README has no row"
     return ""
-
-
-def _is_calm(kl_k3: float) -> str:
-    return f"kl_k3 is {kl_k3:.2g}, and README's row corrects nothing below {ROWS[0].below:g}"
 
 
 def _by_row(readme_row: Row, kl_k3: float, length: float) -> str:

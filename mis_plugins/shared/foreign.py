@@ -64,27 +64,18 @@ class Opaque:
         """Take entries of a foreign list, and forget them."""
 
 
-def _rebuild(
-    storage: Any, offset: Any, shape: Any, strides: Any, _: Any = None, __: Any = None, marks: Any = None
-) -> Stored | Opaque:
-    """`torch._utils._rebuild_tensor` and `_v2`: numbers of the kind that the storage's class is named after."""
-    return _stored(storage, storage.dtype, offset, shape, strides, marks)
+def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any, kind: Any = ()) -> Stored | Opaque:
+    """A tensor of `torch._utils`; without a `kind` its numbers are of the one that the storage's class is named after.
 
-
-def _rebuild_v3(
-    storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, marks: Any = None
-) -> Stored | Opaque:
-    """`torch._utils._rebuild_tensor_v3`: numbers that no class of storages is named after."""
-    return _stored(storage, dtype, offset, shape, strides, marks)
-
-
-def _stored(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any, marks: Any) -> Stored | Opaque:
-    is_plain = len(shape) == len(strides) <= MOST_DIMENSIONS
+    `more` is whether it needs a gradient, its hooks, and the marks of a view.
+    """
+    (dtype,) = kind or (storage.dtype,)
+    is_plain = len(shape) == len(strides) <= MOST_DIMENSIONS and len(more) <= 3
     if not is_plain or any(type(n) is not int or not 0 <= n < 2**62 for n in (offset, *shape, *strides)):
         raise RecordError("holds a tensor of a shape or with strides that no tensor has")
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
         raise RecordError("holds a tensor without numbers")
-    if marks:
+    if any(more[2:]):
         return Opaque("torch.Tensor that is a conjugate or negative view")
     return Stored(storage, dtype, offset, tuple(shape), tuple(strides))
 
@@ -147,7 +138,7 @@ NUMPYS_OWN = {("numpy", "dtype"), ("numpy", "ndarray")} | {
 CALLED: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
-    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
+    ("torch._utils", "_rebuild_tensor_v3"): lambda *given: _rebuild(*given[:6], *given[7:], kind=given[6:7]),
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
     ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *_: tensor,
     ("torch", "Size"): _size,
@@ -300,14 +291,13 @@ def _steps() -> dict[int, Step]:
     }
     plain |= {opcode[0]: step for opcode, step in ours.items()}
     large = (
-        pickle.EMPTY_LIST, pickle.LIST, pickle.EMPTY_DICT, pickle.DICT, pickle.EMPTY_TUPLE, pickle.TUPLE,
-        pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_SET, pickle.FROZENSET, pickle.REDUCE, pickle.NEWOBJ,
-        pickle.NEWOBJ_EX, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.MARK,
+        pickle.EMPTY_LIST, pickle.LIST, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3,
+        pickle.EMPTY_SET, pickle.FROZENSET, pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.PUT, pickle.BINPUT,
+        pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.MARK,
     )  # fmt: skip
-    counted = {opcode[0]: _counted(plain[opcode[0]], 1) for opcode in large}
-    dicts = {opcode[0]: _counted(plain[opcode[0]], DICT) for opcode in (pickle.EMPTY_DICT, pickle.DICT)}
-    names = {opcode[0]: _counted(plain[opcode[0]], NAME) for opcode in (pickle.GLOBAL, pickle.STACK_GLOBAL)}
-    return plain | counted | dicts | names
+    weights = {**dict.fromkeys(large, 1), **dict.fromkeys((pickle.EMPTY_DICT, pickle.DICT), DICT),
+               **dict.fromkeys((pickle.GLOBAL, pickle.STACK_GLOBAL), NAME)}  # fmt: skip
+    return plain | {opcode[0]: _counted(plain[opcode[0]], weight) for opcode, weight in weights.items()}
 
 
 Restricted.dispatch = _steps()

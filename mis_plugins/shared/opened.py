@@ -10,6 +10,7 @@ import errno
 import importlib
 import mmap
 import os
+import re
 import resource
 import stat
 from collections.abc import Callable
@@ -49,6 +50,12 @@ def reason(error: BaseException) -> str:
         raise error
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return text.strip().partition("\n")[0] or type(error).__name__
+
+
+def natural(name: object) -> list[tuple[int, str]]:
+    """Sort key of a name by which rollout 9 stands before rollout 10; a number may have any number of digits."""
+    parts = enumerate(re.split(r"(\d+)", str(name)))
+    return [(len(digits := part.lstrip("0")), digits) if place % 2 else (-1, part) for place, part in parts]
 
 
 def optional(module: str) -> ModuleType:

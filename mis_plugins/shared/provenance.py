@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def environment(packages: Iterable[str]) -> dict[str, Any]:
     """Describe what decides the bits of a process: versions of packages, machine, CPU capability, threads."""
     return {
-        "packages": {name: installed for name in packages if (installed := _version(name))},
+        "packages": {name: version for name in packages if (version := installed(name))},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -50,7 +50,8 @@ def git(checkout: Path, *words: str) -> str:
         return ""
 
 
-def _version(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
     if package == "torch":
         return torch.__version__  # names the build too: each build has its own bits
     try:

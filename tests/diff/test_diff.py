@@ -895,7 +895,6 @@ def test_the_recorder_names_and_orders(tmp_path: Path):
     model = Toy()
     with record(model, tmp_path / "a") as recorder:
         model(X.clone().requires_grad_(), scale=2.0)["y"].sum().backward()
-        recorder.next_step()
         recorder.write("loss", X)
     recording = read_recording(tmp_path / "a")
     assert [str(entry.key) for entry in recording.entries] == [
@@ -904,6 +903,13 @@ def test_the_recorder_names_and_orders(tmp_path: Path):
         # torch ends a recomputation as soon as it has what the backward needs, here before the module returns
         "layers.0.shared.inputs.0 recomputed", "layers.0.shared.inputs.0 recomputed #2", "loss",
     ]  # fmt: skip
+
+
+def test_files_stand_by_their_numbers_whatever_zeros_lead_them(tmp_path: Path):
+    for number in ("10", "09", "8"):
+        torch.save(X, tmp_path / f"step{number}.pt")
+    names = [entry.key.name for entry in read_recording(tmp_path).entries]
+    assert names == ["step8", "step09", "step10"]
 
 
 def test_the_recorder_writes_part_of_a_batch(tmp_path: Path):

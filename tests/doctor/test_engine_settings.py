@@ -102,8 +102,8 @@ def test_a_server_of_something_else_is_not_seen() -> None:
 )
 def test_what_seeds_decide(answers: tuple, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replies = iter(answers)
-    monkeypatch.setattr(engine_http._Client, "generate", lambda *_, **__: [(tuple(next(replies)), None)])
-    assert engine_http._seeds(engine_http._Client("")) == found
+    monkeypatch.setattr(engine_http, "_generate", lambda *_, **__: [(tuple(next(replies)), None)])
+    assert engine_http._seeds("") == found
 
 
 @pytest.mark.parametrize(

@@ -189,19 +189,19 @@ def test_whatever_is_no_regular_file_is_told_and_blocks_nothing(tmp_path: Path) 
 def test_a_file_that_goes_or_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text(LINE)
-    once = files.opened
+    once = files.Opened
 
     def gone(path: Path):
         if path.name == "a.jsonl":
             raise PermissionError(13, "Permission denied", str(path))
         return once(path)
 
-    monkeypatch.setattr(files, "opened", gone)
+    monkeypatch.setattr(files, "Opened", gone)
     found, told = read(tmp_path / "b.jsonl")
     assert len(found) == 1 and not told
     problems = Problems()
     assert not list(problems.each(neutral.jsonl(tmp_path / "a.jsonl", problems), tmp_path / "a.jsonl", 1))
-    assert problems.told == [f"{tmp_path / 'a.jsonl'}: Permission denied"]
+    assert list(map(str, problems.kept)) == [f"{tmp_path / 'a.jsonl'}: Permission denied"]
 
 
 def test_an_error_of_ours_is_no_bad_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_a_reader_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch) -> No
     problems = Problems()
     for _ in problems.each(iter(int, 1), "a file", 0):
         time.sleep(0.001)
-    assert "a file: asks for 0 processor seconds of reading" in problems.told[0]
+    assert "a file: asks for 0 processor seconds of reading" in str(problems.kept[0])
 
 
 def test_levels_that_change_without_end_are_no_deep_recursion() -> None:
@@ -345,7 +345,7 @@ def test_a_tokenizer_decodes_by_nothing_but_its_vocabulary(tmp_path: Path) -> No
         (tmp_path / "tokenizer.json").write_text(json.dumps(held))
         token, problems = {"token": 0}, Problems()
         spell([token], tmp_path / "tokenizer.json", problems)
-        assert token["text"] == word[:200] and not problems.told
+        assert token["text"] == word[:200] and not problems.kept
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_a_config_is_found_in_what_a_run_left(tmp_path: Path, write) -> None:
     file = write(tmp_path, use_tis=True, mis=MIS, lr=1e-6, use_te=True)
     problems = Problems()
     found = found_config([file], problems)
-    assert found is not None and found.name == f"the config in {file.name}" and not problems.told
+    assert found is not None and found.name == f"the config in {file.name}" and not problems.kept
     assert found.config.weight is not None and found.config.weight.upper == 3
 
 
@@ -53,7 +53,7 @@ OF_ARGUMENTS: dict[str, tuple[dict[str, Any], bool, str]] = {
 def test_what_arguments_say_of_a_config(tmp_path: Path, arguments: dict[str, Any], is_found: bool, told: str) -> None:
     problems, file = Problems(), summary(tmp_path, **arguments)
     assert (found_config([file], problems) is not None) == is_found
-    assert [problem.startswith(f"{file}: the run's own {told}") for problem in problems.told] == [True] * bool(told)
+    assert [str(one).startswith(f"{file}: the run's own {told}") for one in problems.kept] == [True] * bool(told)
 
 
 def test_numbers_are_of_the_config_that_is_named(tmp_path: Path) -> None:

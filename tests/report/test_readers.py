@@ -44,7 +44,7 @@ def some_records(step: int = 3, lengths: Sequence[int] = (7, 1, 30)) -> list[Rec
 def read(*paths: Path) -> tuple[list[Record], list[str]]:
     problems = Problems()
     found = find(paths, problems)
-    return [record for source in found.sources for record in source.records(problems)], problems.told
+    return [record for source in found.sources for record in source.records(problems)], list(map(str, problems.kept))
 
 
 def reported(path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
@@ -322,7 +322,7 @@ def test_a_path_without_anything(tmp_path: Path) -> None:
 def curves(path: Path) -> tuple[dict, list[str]]:
     problems = Problems()
     (curve,) = find([path], problems).read_curves(problems)
-    return dict(curve.values), problems.told
+    return dict(curve.values), list(map(str, problems.kept))
 
 
 def field(number: int, content: bytes | int) -> bytes:

@@ -74,7 +74,6 @@ class Recorder:
     select: Callable[[Tensor], Tensor]
     rank: int = field(default_factory=lambda: _rank())
     dump_index: int = 0
-    step: int = 0
     layer: int | None = None
 
     def __post_init__(self):
@@ -92,10 +91,6 @@ class Recorder:
     def log_probs(self, record: LogProbRecord) -> None:
         """Write the log-probs of the sampled tokens as a log-prob record."""
         record.save(self._next(LOG_PROBS, ".safetensors")[0])
-
-    def next_step(self) -> None:
-        """Advance the step number, which appears in the names of later files and has no other effect."""
-        self.step += 1
 
     def entering(self, layer: int | None):
         def hook(*_: Any) -> None:
@@ -130,7 +125,7 @@ class Recorder:
 
     def _next(self, name: str, suffix: str) -> tuple[Path, dict[str, Any]]:
         self.dump_index += 1
-        tags = {"step": self.step, "rank": self.rank, "dump_index": self.dump_index, "name": name}
+        tags = {"step": 0, "rank": self.rank, "dump_index": self.dump_index, "name": name}
         if torch._C._current_graph_task_id() != -1:  # a forward inside a backward recomputes activations
             tags |= {"recompute_status": "recompute"}
         tags |= {} if self.layer is None else {"layer_id": self.layer}

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from mis_plugins.shared.archive import Stored, check_whole
 from mis_plugins.shared.arrays import Npz, Safetensors
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import Opaque, load_foreign, tensor_of
-from mis_plugins.shared.opened import Opened, read
+from mis_plugins.shared.opened import Opened, natural, read
 from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord, host_samples, log_prob_records
 
 NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix for the values that its hooks record
@@ -99,7 +98,7 @@ def read_recording(path: Path | str) -> Recording:
         RecordError: there is no such file or folder, or it holds nothing that can be compared.
     """
     path = Path(path)
-    files = sorted(_files(path), key=lambda file: _natural(str(file)))
+    files = sorted(_files(path), key=natural)
     items = [item for file in files for item in _items(file, alone=file == path)]
     items.sort(key=lambda item: item[0])
     return Recording(path, numbered(entry for _, entry in items))
@@ -195,7 +194,7 @@ def _items(file: Path, alone: bool) -> list[_Item]:
     try:
         return read(file, lambda: list(_listed(file, alone)))
     except RecordError as error:
-        return [((1, _natural(file.name)), Entry(Key(file.stem), partial(_raise, error)))]
+        return [((1, natural(file.name)), Entry(Key(file.stem), partial(_raise, error)))]
 
 
 def _listed(file: Path, alone: bool) -> Iterator[_Item]:
@@ -211,7 +210,7 @@ def _listed(file: Path, alone: bool) -> Iterator[_Item]:
         return
     for name, load in READERS[file.suffix](file):
         prefix = "" if alone or not name else f"{file.stem}."
-        order = (1, _natural(file.name), _natural(name) if file.suffix == ".safetensors" else ())
+        order = (1, natural(file.name), natural(name) if file.suffix == ".safetensors" else [])
         key = Key(prefix + name or ("value" if alone else file.stem))
         yield order, Entry(key, partial(read, file, load))
 
@@ -349,12 +348,6 @@ def _comparable(x: Tensor, file: Path) -> Tensor:
 
 def _raise(error: RecordError) -> Value:
     raise error
-
-
-def _natural(name: str) -> tuple:
-    """Return a sort key that puts layers.2 before layers.10; a number may have more digits than Python converts."""
-    parts = re.split(r"([0-9]+)", name)
-    return tuple((len(part.lstrip("0")), part) if part.isdecimal() else (-1, part) for part in parts)
 
 
 SAVED = (".pth", ".bin", ".ckpt")  # other endings of what torch.save writes

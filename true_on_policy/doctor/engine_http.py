@@ -6,8 +6,8 @@ requests are few and short, but real: an engine that serves a training run answe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from jaxtyping import Float32
 from torch import Tensor
@@ -19,6 +19,7 @@ from true_on_policy.engines.protocol import sglang_rows
 from true_on_policy.errors import EngineError
 from true_on_policy.observe.process import ALL, Observation
 
+T = TypeVar("T")
 SECONDS = 60
 # Token ids that every vocabulary has.
 PROMPT = tuple(range(11, 51))
@@ -33,21 +34,23 @@ ATTENTION = ("prefill_attention_backend", "decode_attention_backend")
 
 def observe_engine(url: str) -> Observation:
     """Observe and probe the engine behind `url`; each row that could not be seen has a reason."""
-    client = _Client(url.rstrip("/"))
+    url = url.rstrip("/")
     try:
-        settings = client.server_info()
+        settings = _asked(url, "/server_info", None, _told)
     except EngineError as error:
         return Observation({}, {ALL: str(error)})
     unseen = {row: f"/server_info tells no {name}" for row, name in OF_SERVER.items() if row not in settings}
     configured = tuple(settings.keys() - {VERSION})
     try:
-        settings |= _probed(client)
+        settings |= _probed(url)
     except EngineError as error:
         unseen |= dict.fromkeys(PROBED, f"could not compare: {error}")
     return Observation(settings, unseen, configured)
 
 
 def _told(info: Any) -> dict[str, str]:
+    if "version" not in info:
+        raise EngineError("not an answer of SGLang")
     settings = {row: _plain(name, info[name]) for row, name in OF_SERVER.items() if name in info}
     settings.setdefault("contract", "not in this release")
     if phases := info.get("cuda_graph_config"):
@@ -73,19 +76,19 @@ LOG_SOFTMAX = "log-softmax"
 PROBED = (ALONE, PREFILLED, SCORED, SEEDS, LOG_SOFTMAX)
 
 
-def _probed(client: _Client) -> dict[str, str]:
+def _probed(url: str) -> dict[str, str]:
     """Probe the engine's log-probs, sampled greedily so that an engine without seeds repeats its answer."""
-    alone = client.generate([PROMPT])[0]
-    together = client.generate([PROMPT, *COMPANY])[0]
+    alone = _generate(url, [PROMPT])[0]
+    together = _generate(url, [PROMPT, *COMPANY])[0]
     sequence = (*PROMPT, *alone[0])
-    scored = client.score([sequence])
+    scored = _score(url, [sequence])
     # The sequence goes last: an engine may start the first request before the others arrive.
-    among = client.score([*COMPANY, sequence])
+    among = _score(url, [*COMPANY, sequence])
     return {
         ALONE: _compared(alone, together),
         PREFILLED: _compared(scored, among),
         SCORED: _compared(alone, (scored[0][-LENGTH:], scored[1][-LENGTH:])),
-        SEEDS: _seeds(client),
+        SEEDS: _seeds(url),
         LOG_SOFTMAX: _dtype(scored[1]),
     }
 
@@ -95,9 +98,9 @@ def _dtype(log_probs: Float32[Tensor, "N"]) -> str:
     return "bf16" if equal_bits(log_probs.bfloat16().float(), log_probs) else "fp32"
 
 
-def _seeds(client: _Client) -> str:
+def _seeds(url: str) -> str:
     """Probe whether the seed of a request decides what is sampled."""
-    first, second, again = (client.generate([PROMPT], seed=seed)[0][0] for seed in (1, 2, 1))
+    first, second, again = (_generate(url, [PROMPT], seed)[0][0] for seed in (1, 2, 1))
     if first != again:
         return "without effect"
     return "one for all" if first == second else "one each"
@@ -114,44 +117,35 @@ def _compared(a: Answer, b: Answer) -> str:
     return "equal" if mismatch is None else f"{mismatch.count} of {mismatch.total} log-probs differ"
 
 
-class _Client:
-    """A client that sends SGLang its requests; each method raises EngineError where the server does not answer."""
+def _asked(url: str, path: str, body: Mapping[str, Any] | None, read: Callable[[Any], T]) -> T:
+    """Ask SGLang and read its answer; raises EngineError where the server does not answer."""
+    answer = answer_of(url, path, body, SECONDS)
+    with reading(f"{url}{path}", "SGLang"):
+        return read(answer)
 
-    def __init__(self, url: str):
-        self.url = url
 
-    def server_info(self) -> dict[str, str]:
-        info = self._ask("/server_info")
-        with reading(f"{self.url}/server_info", "SGLang"):
-            if "version" not in info:
-                raise EngineError("not an answer of SGLang")
-            return _told(info)
+def _generate(url: str, prompts: Sequence[Sequence[int]], seed: int | None = None) -> list[Answer]:
+    """Generate LENGTH tokens for each prompt: greedily without a seed, at temperature 1 with a seed."""
+    sampling: dict[str, Any] = {"max_new_tokens": LENGTH, "ignore_eos": True, "temperature": 0}
+    if seed is not None:
+        sampling |= {"temperature": 1, "sampling_seed": seed}
+    body = {"input_ids": [*map(list, prompts)], "sampling_params": sampling, "return_logprob": True}
+    count = len(prompts)
+    return _asked(url, "/generate", body, lambda answers: [*map(_sampled, prompts, list_of(answers, count, "answers"))])
 
-    def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> list[Answer]:
-        """Generate LENGTH tokens for each prompt: greedily without a seed, at temperature 1 with a seed."""
-        sampling: dict[str, Any] = {"max_new_tokens": LENGTH, "ignore_eos": True, "temperature": 0}
-        if seed is not None:
-            sampling |= {"temperature": 1, "sampling_seed": seed}
-        body = {"input_ids": [*map(list, prompts)], "sampling_params": sampling, "return_logprob": True}
-        answers = self._ask("/generate", body)
-        with reading(f"{self.url}/generate", "SGLang"):
-            list_of(answers, len(prompts), "answers")
-            return [_sampled(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> Answer:
-        """Score every token of the last sequence but its first, by prefill of all sequences without a cache."""
-        body = {
-            "input_ids": [*map(list, sequences)],
-            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        answers = self._ask("/generate", body)
-        with reading(f"{self.url}/generate", "SGLang"):
-            return _scored(sequences[-1], list_of(answers, len(sequences), "answers")[-1])
-
-    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return answer_of(self.url, path, body, SECONDS)
+def _score(url: str, sequences: Sequence[Sequence[int]]) -> Answer:
+    """Score every token of the last sequence but its first, by prefill of all sequences without a cache."""
+    body = {
+        "input_ids": [*map(list, sequences)],
+        "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    *_, last = sequences
+    return _asked(
+        url, "/generate", body, lambda answers: _scored(last, list_of(answers, len(sequences), "answers")[-1])
+    )
 
 
 def _sampled(prompt: Sequence[int], answer: Any) -> Answer:

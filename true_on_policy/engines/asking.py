@@ -13,13 +13,12 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from http import client
 from reprlib import Repr
 from socket import SHUT_RDWR, socket
 from threading import Thread
 from typing import Any, NoReturn, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from mis_plugins.errors import UserError
 from mis_plugins.shared.absent import LOWEST
@@ -40,33 +39,24 @@ _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = SHOWN
 
 
-@dataclass(frozen=True)
-class Address:
-    """The address of an engine's server: `http://HOST:PORT`, with or without a path before the engine's own."""
+def address_of(url: str) -> SplitResult:
+    """Read the address of an engine's server, `http://HOST:PORT`, with or without a path before the engine's own.
 
-    scheme: str
-    host: str
-    port: int | None
-    path: str
-
-    @classmethod
-    def of(cls, url: str) -> Address:
-        """Read a URL; raises EngineError where it is not that of an HTTP server."""
-        if not url.isascii() or not url.isprintable() or " " in url:
-            _refuse(url, "a URL holds no such letters")
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
-        except ValueError as error:
-            _refuse(url, str(error))
-        if parts.scheme not in SCHEMES or not host:
-            _refuse(url, "http or https, and a host")
-        if "@" in parts.netloc or parts.query or parts.fragment:
-            _refuse(url, "no user, no query and no fragment")
-        return cls(parts.scheme, host, port, parts.path.rstrip("/"))
-
-    def connection(self, seconds: float) -> client.HTTPConnection:
-        return SCHEMES[self.scheme](self.host, self.port, timeout=seconds)
+    Raises:
+        EngineError: the URL is not that of an HTTP server.
+    """
+    if not url.isascii() or not url.isprintable() or " " in url:
+        _refuse(url, "a URL holds no such letters")
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port  # of which the second may be no number
+    except ValueError as error:
+        _refuse(url, str(error))
+    if parts.scheme not in SCHEMES or not host:
+        _refuse(url, "http or https, and a host")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        _refuse(url, "no user, no query and no fragment")
+    return parts
 
 
 def _refuse(url: str, why: str) -> NoReturn:
@@ -79,7 +69,7 @@ HELP = f"a running engine, for example http://127.0.0.1:30000; its --api-key com
 def url_of_engine(given: str) -> str:
     """Accept the URL of an engine on a command line; other schemes could name a file of this machine."""
     try:
-        Address.of(given)
+        address_of(given)
     except EngineError as error:
         raise ArgumentTypeError(str(error)) from error
     return given
@@ -93,7 +83,7 @@ def answer_of(url: str, path: str, body: Mapping[str, Any] | None, seconds: floa
     """
     where = f"{url.rstrip('/')}{path}"
     with reading(where, "an engine"):
-        address = Address.of(url)
+        address = address_of(url)
     key = os.environ.get(KEY) or None  # of an engine that somebody else started with `--api-key`
     answer = exchanged(where, address, path, body, seconds, limit, key)
     with reading(where, "an engine"):
@@ -102,7 +92,7 @@ def answer_of(url: str, path: str, body: Mapping[str, Any] | None, seconds: floa
 
 def exchanged(
     where: str,
-    address: Address,
+    address: SplitResult,
     path: str,
     body: Mapping[str, Any] | None,
     seconds: float,
@@ -122,11 +112,11 @@ def exchanged(
     headers = {"Content-Type": "application/json", "Connection": "close"}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     sent = None if body is None else json.dumps(body).encode()
-    wire = _Wire(address.connection(seconds))
+    wire = _Wire(SCHEMES[address.scheme](str(address.hostname), address.port, timeout=seconds))
 
     def exchange() -> bytes:
         wire.connect()
-        wire.connection.request("GET" if sent is None else "POST", address.path + path, sent, headers)
+        wire.connection.request("GET" if sent is None else "POST", address.path.rstrip("/") + path, sent, headers)
         return _body(where, wire.connection.getresponse(), limit)
 
     try:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from true_on_policy.contract.sides import ENGINES
-from true_on_policy.engines.asking import Address, exchanged, parsed
+from true_on_policy.engines.asking import address_of, exchanged, parsed
 from true_on_policy.engines.handover import ACTIVE, CONTRACT, KEY, ORDER
 from true_on_policy.engines.protocol import Request
 from true_on_policy.errors import EngineError
@@ -196,7 +196,7 @@ class Server:
             raise self._error(str(error)) from error
 
     def _exchanged(self, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> bytes:
-        return exchanged(path, Address.of(self.url), path, body, seconds, LARGEST, self.key)
+        return exchanged(path, address_of(self.url), path, body, seconds, LARGEST, self.key)
 
     def output(self) -> str:
         """Return everything that the process has printed, but for the key."""

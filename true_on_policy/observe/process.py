@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 
 from mis_plugins.config.view import original, view
 from mis_plugins.hosts.adapters.miles import NEEDS as MILES
+from mis_plugins.shared.provenance import installed
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.contract.settings import CHOSEN, FUSED, OF_HOST, VERSIONS, Setting
 from true_on_policy.errors import NotSeenError, PinError
@@ -161,13 +161,6 @@ def _local_norm() -> str:
     return getattr(getattr(specs, "LNImpl", None), "__name__", "not imported")
 
 
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ABSENT
-
-
 def _parallel() -> dict[str, str]:
     """Count the ranks of Megatron's groups; no rows where this process has no groups."""
     state = sys.modules.get("megatron.core.parallel_state")
@@ -249,7 +242,7 @@ LOOKS: dict[str, Look] = {
     "torch": lambda: torch.__version__,
     "CUDA": lambda: str(torch.version.cuda),
     "NCCL": _nccl,
-    **{row: partial(_version, distribution) for row, distribution in VERSIONS.items()},
+    **{row: lambda name=name: installed(name) or ABSENT for row, name in VERSIONS.items()},
     "Apex": _apex,
     "norm of the local spec": _local_norm,
     **{row: partial(chosen, *place) for row, place in CHOSEN.items()},

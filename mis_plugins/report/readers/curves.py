@@ -6,12 +6,12 @@ curve and is told.
 
 from __future__ import annotations
 
-import itertools
 import struct
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,9 +19,10 @@ import yaml
 
 from mis_plugins.explain.limits import LIMITS
 from mis_plugins.metrics.alarms import PREFIX
-from mis_plugins.report.readers.files import Curve, Problems, objects, opened, parsed, size_of
+from mis_plugins.report.readers.files import Curve, Problems, objects, parsed, size_of
 from mis_plugins.report.record import LONGEST_WORD, printed, step_of
 from mis_plugins.shared.budget import ITEMS, LINE, STEPS, RecordError
+from mis_plugins.shared.opened import Opened
 
 STEPS_OF_HOSTS = (
     "rollout", "step", "train/step", "rollout/step", "eval/step", "_step", "rollout_id", "global_step", "iteration",
@@ -48,11 +49,6 @@ def our_name(name: str) -> str:
     """The name that our page gives a number; the name itself where the page has none."""
     bare = printed(name, LONGEST_WORD).removeprefix(PREFIX).removeprefix("mis_step/")
     return OURS.get(bare) or OURS.get(bare.removeprefix("train/")) or bare
-
-
-def has_step(mapping: Mapping[str, object]) -> bool:
-    """Whether an object names the step of its numbers."""
-    return any(name in mapping for name in STEPS_OF_HOSTS)
 
 
 def run_of(path: Path, kind: str) -> Path | str:
@@ -149,7 +145,7 @@ def _jsonl(path: Path, problems: Problems) -> Iterator[Row]:
 
 
 def _tensorboard(path: Path, problems: Problems) -> Iterator[Row]:
-    with opened(path) as file:
+    with Opened(path).file as file:
         step: object = "none"
         while header := file.read(12):
             size = int.from_bytes(header[:8], "little")
@@ -228,7 +224,7 @@ def _item(message: bytes, path: Path) -> tuple[str, Any]:
 
 def _wandb_records(path: Path) -> Iterator[tuple[str, bytes]]:
     """Place and content of every record of an offline wandb run."""
-    with opened(path) as file:
+    with Opened(path).file as file:
         if file.read(HEADER)[:4] != b":W&B":
             raise RecordError(f"{path}: no log of wandb")
         for count, record in enumerate(_logged(file, path), 1):
@@ -276,23 +272,18 @@ def fields(message: bytes) -> Iterator[Field]:
         ValueError: the message is cut or no protobuf.
         RecordError: the message has more fields than the budget.
     """
-    place = 0
-    for count in itertools.count(1):
-        if place >= len(message):
-            return
+    stream, count = BytesIO(message), 0
+    while stream.tell() < len(message):
+        count += 1
         ITEMS.check(count, len(message), "a message")
-        key, place = _varint(message, place)
+        key = _varint(stream)
         kind = key & 7
         if kind not in (0, 2, *FIXED):
             raise ValueError(f"a field of kind {kind}")
-        size, place = (FIXED[kind], place) if kind in FIXED else _varint(message, place)
-        if kind == 0:
-            yield key >> 3, size
-            continue
-        if place + size > len(message):
+        size = FIXED.get(kind) or _varint(stream)
+        if kind and size > len(message) - stream.tell():
             raise ValueError("a field is cut")
-        yield key >> 3, message[place : place + size]
-        place += size
+        yield key >> 3, stream.read(size) if kind else size
 
 
 def messages(message: bytes) -> Iterator[tuple[int, bytes]]:
@@ -305,13 +296,11 @@ def number(content: bytes) -> float:
     return struct.unpack("<f" if len(content) == 4 else "<d", content)[0]
 
 
-def _varint(message: bytes, place: int) -> tuple[int, int]:
+def _varint(stream: BytesIO) -> int:
     value = shift = 0
-    while True:
-        if place >= len(message) or shift > 63:
-            raise ValueError("a number is cut")
-        byte = message[place]
-        value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
-        if byte < 128:
-            return value, place
+    while shift <= 63 and (byte := stream.read(1)):
+        value |= (byte[0] & 127) << shift
+        shift += 7
+        if byte[0] < 128:
+            return value
+    raise ValueError("a number is cut")

@@ -14,10 +14,11 @@ from typing import Any
 
 from mis_plugins.errors import shown
 from mis_plugins.report.readers import host, miles
-from mis_plugins.report.readers.files import Problems, Source, natural
+from mis_plugins.report.readers.files import Problems, Source
 from mis_plugins.report.record import Record, lacking
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import load_foreign
+from mis_plugins.shared.opened import natural
 
 EVALUATION = "eval_"  # begins the name of a host's dump of an evaluation, numbered as a rollout's dump
 
@@ -36,7 +37,7 @@ def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
             rolled[EVALUATION * file.stem.startswith(EVALUATION) + rollout] = file
         elif kind and kind != "rollout":
             trained[kind, rollout].append(file)
-    for (kind, rollout), parts in sorted(trained.items(), key=lambda item: natural(Path(item[0][1]))):
+    for (kind, rollout), parts in sorted(trained.items(), key=lambda item: natural(item[0][1])):
         both = tuple(parts) + ((rolled[rollout],) if rollout in rolled else ())
         folders = tuple(dict.fromkeys(file.parent for file in parts))
         records = partial(_records, kind, parts, rolled.get(rollout))

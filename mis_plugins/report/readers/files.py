@@ -10,7 +10,6 @@ import importlib
 import io
 import itertools
 import json
-import re
 import resource
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,15 +28,6 @@ GZIP, ZSTD = b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd"  # the first bytes
 Lines = io.BufferedIOBase  # an opened file, or what unpacks it
 HEAD = 64  # lines in which a file shows what it is
 SKIPPED = 16  # budgets of one line: how far the end of an overlong line is looked for
-
-
-def opened(path: Path) -> BinaryIO:
-    """Open a regular file for reading; a pipe or a device could block, or never end.
-
-    Raises:
-        RecordError: the path is no regular file, or cannot be opened.
-    """
-    return Opened(path).file
 
 
 def unpacked(file: BinaryIO, path: Path) -> Lines:
@@ -86,7 +76,7 @@ def objects(path: Path, problems: Problems, head: bool = False) -> Iterator[tupl
     Args:
         head: stop after the first lines, by which a file is known.
     """
-    with opened(path) as packed, unpacked(packed, path) as file:
+    with Opened(path).file as packed, unpacked(packed, path) as file:
         size, inflated = size_of(path), 0
         for number in itertools.count(1):
             line, goes_on = _line(file)
@@ -189,11 +179,6 @@ class Problems:
         if self.of_file[problem.file] <= self.EACH and len(self.kept) < self.MOST:
             self.kept.append(problem)
 
-    @property
-    def told(self) -> list[str]:
-        """All that is kept, in words."""
-        return list(map(str, self.kept))
-
     def read(self, function: Callable[[], T], file: object, place: object = "") -> T | None:
         """What `function` reads of one file or one record; None where it fails, which is told.
 
@@ -274,9 +259,3 @@ def size_of(file: Path) -> int:
         return file.stat().st_size
     except OSError:
         return 0
-
-
-def natural(path: Path) -> list[tuple[int, str]]:
-    """Sort key by which rollout 9 stands before rollout 10."""
-    parts = enumerate(re.split(r"(\d+)", str(path)))
-    return [(len(digits := part.lstrip("0")), digits) if place % 2 else (-1, part) for place, part in parts]

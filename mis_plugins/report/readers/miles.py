@@ -92,7 +92,9 @@ def _record(parts: Sequence[Held], extra: host.Extra) -> Record:
     index = parts[0].column("sample_indices")
     index = (rank["rank"], place) if index is None else index
     columns = dict.fromkeys(name for part in parts for name in part.rank["columns"])
-    return host.record(_joined(index, parts), host.rollout_id(rank), index, extra, columns)
+    sample = {name: next((v for part in parts if (v := part.column(name)) is not None), None) for name in WHOLE}
+    sample |= {name: _column(index, name, parts) for name in PIECES}
+    return host.record(sample, host.rollout_id(rank), index, extra, columns)
 
 
 def _in_order(ranks: Sequence[Mapping[str, Any]], label: str, problems: Problems) -> list[Mapping[str, Any]]:
@@ -117,11 +119,6 @@ def _digest(data: Mapping[str, Any]) -> bytes | None:
         for value in () if column is None else column:
             digest.update(b"" if value is None else torch.as_tensor(tensor_of(value)).contiguous().numpy().tobytes())
     return digest.digest()
-
-
-def _joined(index: Any, parts: Sequence[Held]) -> dict[str, Any]:
-    whole = {name: next((v for part in parts if (v := part.column(name)) is not None), None) for name in WHOLE}
-    return whole | {name: _column(index, name, parts) for name in PIECES}
 
 
 def _column(index: Any, name: str, parts: Sequence[Held]) -> Tensor | None:

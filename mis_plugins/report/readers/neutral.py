@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mis_plugins.report.readers.files import Problems, library, limited_memory, objects, opened, size_of
+from mis_plugins.report.readers.files import Problems, library, limited_memory, objects, size_of
 from mis_plugins.report.record import KINDS, REQUIRED, Record, from_mapping, lacking
 from mis_plugins.shared.budget import INFLATED, ITEMS, LINE, VALUES, RecordError
+from mis_plugins.shared.opened import Opened
 
 ROWS_AT_ONCE = 64
 COLUMNS = (*KINDS, "step", "sample", "text", "prompt", "reward", "trainer_version", "truncated")
@@ -31,7 +32,7 @@ def parquet(path: Path, problems: Problems) -> Iterator[Record]:
         RecordError: pyarrow is not installed, or the file is beyond a budget.
     """
     parquet_files = library("pyarrow.parquet", path, "parquet needs pyarrow, which is not installed")
-    with opened(path) as content:
+    with Opened(path).file as content:
         size = size_of(path)
         with limited_memory(size):
             file = parquet_files.ParquetFile(content, page_checksum_verification=True)

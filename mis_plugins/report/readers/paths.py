@@ -18,8 +18,9 @@ from mis_plugins.errors import InputError
 from mis_plugins.explain.limits import LIMITS
 from mis_plugins.report.readers import curves, neutral
 from mis_plugins.report.readers.dumps import dumps
-from mis_plugins.report.readers.files import Curve, Problems, Source, natural, objects, opened, size_of
+from mis_plugins.report.readers.files import Curve, Problems, Source, objects, size_of
 from mis_plugins.report.record import REQUIRED, lacking, nearest
+from mis_plugins.shared.opened import Opened, natural
 
 VERL = (
     "verl's rollout_data_dir (read: releases 0.4.1 to 0.7.0 and 0.8.0.dev b178a3c) holds texts and scores, and no "
@@ -124,7 +125,7 @@ DATA = {".pt", ".jsonl", ".parquet"}  # the endings of files of tokens
 
 
 def _is_regular(file: Path, problems: Problems) -> bool:
-    is_readable = problems.read(lambda: opened(file).close() or True, file) is not None
+    is_readable = problems.read(lambda: Opened(file).file.close() or True, file) is not None
     if not is_readable and _plain(file).suffix in DATA:
         problems.torn[str(file)] = None
     return is_readable
@@ -152,7 +153,8 @@ def _shown_by(mapping: Mapping[str, Any], file: Path) -> str | None:
     lists = [key for key, value in mapping.items() if isinstance(value, list) or key in REQUIRED]
     if any(nearest(name, lists) for name in REQUIRED):
         return "jsonl"
-    return "metrics.jsonl" if _plain(file).suffix in (".jsonl", ".json") and curves.has_step(mapping) else None
+    has_step = not mapping.keys().isdisjoint(curves.STEPS_OF_HOSTS)
+    return "metrics.jsonl" if _plain(file).suffix in (".jsonl", ".json") and has_step else None
 
 
 def tell_nothing(file: Path, problems: Problems) -> None:

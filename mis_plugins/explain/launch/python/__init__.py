@@ -26,7 +26,10 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
     """
     try:
         launcher = Launcher(script, path, reading, arguments)
-        launcher.run_everything(_tree(script))
+        with warnings.catch_warnings(action="ignore"):  # Python's advice on the style of somebody's launcher
+            tree = ast.parse(script)
+            compile(tree, "", "exec")  # refuses a `break` outside of a loop, which the tree alone allows
+        launcher.run_everything(tree)
     except SyntaxError as error:
         raise ConfigError(f"line {error.lineno}: no Python ({error.msg})") from None
     except (RecursionError, MemoryError):
@@ -34,12 +37,3 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return launcher.found
-
-
-def _tree(script: str) -> ast.Module:
-    """The syntax tree of a script that Python would run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python's advice on the style of somebody's launcher
-        tree = ast.parse(script)
-        compile(tree, "", "exec")  # refuses a `break` outside of a loop, which the tree alone allows
-    return tree
