@@ -7,10 +7,12 @@ the environment `activate` does nothing, so an SGLang that shares our environmen
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from true_on_policy.engines import handover
+from true_on_policy.errors import NotSeenError
 
 if TYPE_CHECKING:
     from true_on_policy.contract.cpu import Contract
@@ -57,10 +59,19 @@ def weights_told(
     """
     if action not in (handover.DIGESTS, handover.VALUES):
         return original(checker, action, allow_quant_error, skip_tensor_list, role=role)
+    _check_cuts()
     held = checker._get_model().state_dict()  # parameters and persistent buffers; rope's tables are neither
     checksums = handover.texts_of(held, action, skip_tensor_list or ())
     parallelism = checker._parallelism_info(role=role).model_dump()
     return {"checksums": checksums, "per_gpu_checksum": "", "parallelism_info": parallelism}
+
+
+def _check_cuts() -> None:
+    """Refuse to tell weights of which some are cut over fewer ranks than others; SGLang's answer does not tell."""
+    if context := sys.modules.get("sglang.srt.runtime_context"):  # 0.5.23
+        for axis in ("attn_cp_size", "moe_dp_size"):
+            if (size := getattr(context.get_parallel(), axis)) != 1:
+                raise NotSeenError(f"the engine runs with {axis} {size}: served is tensor parallelism alone")
 
 
 def allow() -> None:
