@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 def activate() -> None:
     """Register the hooks that the environment asks for; SGLang calls `activate` and hides its exceptions."""
+    if handover.asked_for():  # first, because an exception below would leave the engine unpinned and running
+        _align()
     if handover.is_set(handover.FOLDER):  # for the doctor
         from true_on_policy.engines.sglang.settings import TARGET, written
 
@@ -28,8 +30,6 @@ def activate() -> None:
         _register("sglang.srt.utils.weight_checker.WeightChecker.handle", weights_told, "AROUND")  # 0.5.23
     if handover.is_set(handover.FORKS):
         _register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, "AFTER")
-    if handover.asked_for():
-        _align()
 
 
 def _register(target: str, hook: Callable, kind: str) -> None:
@@ -95,8 +95,8 @@ def _align() -> None:
     """Register the hooks that replace SGLang's kernels and orders by the CPU contract's."""
     from true_on_policy.engines.sglang.settings import TARGET
 
-    allow()
     _register(TARGET, _taken_up, "AFTER")
+    allow()
     _register("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _pin, "REPLACE")
     contract = handover.stated_contract()
     if contract.leaves > 1:
