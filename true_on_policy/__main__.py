@@ -31,12 +31,13 @@ from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import INTERRUPTED, Gone, add_version, importing, is_foreign, not_installed
 from mis_plugins.shared.shell import REFUSED as FAILED
 from mis_plugins.shared.terminal import print_error, print_table, printable
-from true_on_policy.errors import ContractError, EngineError
+from true_on_policy.errors import ContractError, DifferenceError, EngineError
 
 if TYPE_CHECKING:
     from true_on_policy.contract.gpu import GpuContract
 
 Subparsers = argparse._SubParsersAction
+DIFFERENT = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser(argv).parse_args(argv)
         return arguments.run(arguments)
+    except DifferenceError as error:
+        print_error(str(error))
+        return DIFFERENT
     except (UserError, OSError) as error:
         print_error(str(error))
     except KeyboardInterrupt:

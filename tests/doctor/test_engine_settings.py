@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 from replay import RECORDED, replayed
 
+from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.contract.settings import OF_SERVER
 from true_on_policy.doctor import engine_http
+from true_on_policy.doctor.diagnosis import diagnose
 from true_on_policy.doctor.engine_http import (
     ALONE,
     LOG_SOFTMAX,
     LONGEST,
     PREFILLED,
     PROBED,
+    REFUSED,
     SCORED,
     SEEDS,
     observe_engine,
@@ -68,6 +71,27 @@ def test_a_prefill_that_depends_on_its_batch_is_seen() -> None:
 def test_the_contract_and_both_attention_kernels_are_named(said: dict[str, str], name: str, value: str) -> None:
     with replayed("pinned", said) as url:
         assert observe_engine(url).settings[name] == value
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"dtype": "bfloat16"}, "none"),
+        ({"dtype": "auto", "enable_mixed_chunk": True}, "enable_mixed_chunk=True"),
+        ({"dtype": "auto", "attn_cp_size": 2, "enable_lora": True}, "enable_lora=True, attn_cp_size=2"),
+    ],
+)
+def test_the_arguments_that_a_launch_may_not_have_are_asked_of_a_server_that_runs(
+    given: dict[str, Any], refused: str
+) -> None:
+    """Nobody has checked the flags of an engine that a host did not start."""
+    with replayed("pinned", given) as url:
+        seen = observe_engine(url)
+    assert seen.settings[REFUSED] == refused and seen.how(REFUSED) == "configured"
+    row = next(
+        row for row in diagnose(gpu_contract("qwen3-dense", "megatron"), seen, seen) if row.check.name == REFUSED
+    )
+    assert row.verdict == ("green" if refused == "none" else "red")
 
 
 def test_a_renamed_setting_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,20 @@ def test_an_enable_that_half_happens_is_undone(library: ModuleType, monkeypatch)
     assert not library.is_batch_invariant_mode_enabled() and registrations() == before
 
 
+def test_ctrl_c_within_the_librarys_own_enable_undoes_what_it_did(library: ModuleType, monkeypatch):
+    before, enable = registrations(), library.enable_batch_invariant_mode
+
+    def interrupted() -> None:
+        with suppress(ModuleNotFoundError):  # of Transformer Engine, once all overrides are in place
+            enable()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(library, "enable_batch_invariant_mode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        megatron.pin(CONTRACT)
+    assert not library.is_batch_invariant_mode_enabled() and registrations() == before
+
+
 def test_an_enable_that_leaves_an_operator_is_refused(library: ModuleType, monkeypatch):
     monkeypatch.setattr(library, "enable_batch_invariant_mode", lambda: setattr(library, "_batch_invariant_MODE", True))
     with pytest.raises(PinError, match="cannot be enabled .aten::mm runs stock on CPU"):

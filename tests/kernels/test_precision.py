@@ -80,6 +80,22 @@ def test_a_switch_without_effect_is_told_and_the_others_are_restored(monkeypatch
     assert state() == [*before, ("dead", "tf32")]
 
 
+def test_ctrl_c_between_two_switches_restores_them(monkeypatch: pytest.MonkeyPatch):
+    ALLOWED["the older way"]()
+    before = state()
+    puts = iter([KeyboardInterrupt])
+
+    def put(value: object) -> None:
+        for interrupt in puts:
+            raise interrupt
+
+    last = replace(precision.SWITCHES[-1], name="last", get=lambda: "tf32", put=put)
+    monkeypatch.setattr(precision, "SWITCHES", (*precision.SWITCHES, last))
+    with pytest.raises(KeyboardInterrupt):
+        precision.pin()
+    assert state() == [*before, ("last", "tf32")]
+
+
 def test_the_probe_sees_what_loses_bits(monkeypatch: pytest.MonkeyPatch):
     """As TF32 would: 10 bits of mantissa."""
     here = torch.device("cpu")

@@ -130,6 +130,16 @@ def test_a_switch_without_effect_is_refused_and_the_first_turned_back(write: Wri
     assert sys.modules["deep_gemm"].get_deterministic_algorithms() is False
 
 
+def test_ctrl_c_at_the_second_switch_turns_the_first_back(write: Write):  # noqa: F811
+    interrupted = (
+        "def set_batch_invariant(on):\n    if on: raise KeyboardInterrupt\ndef get_batch_invariant(): return False\n"
+    )
+    write({"deep_gemm.py": deep_gemm_source(SGL) + interrupted})
+    with pytest.raises(KeyboardInterrupt):
+        deep_gemm.pin(FSDP)
+    assert sys.modules["deep_gemm"].get_deterministic_algorithms() is False
+
+
 def test_the_version_of_deep_gemm_is_read_without_importing_it(write: Write):  # noqa: F811
     write({"deep_gemm.py": "raise OSError('libcudart.so.13')\n"})
     assert deep_gemm.version() == "deep_gemm of unknown version"
@@ -193,6 +203,21 @@ def test_every_caller_is_pinned_under_its_own_name_and_restored(library):
     undo()
     assert (dict(vars(caller)), dict(vars(library))) == before
     assert late.cached is library.flash_attn_with_kvcache and late.packed is library.flash_attn_varlen_func
+
+
+def test_ctrl_c_while_callers_are_pinned_restores_each(library, monkeypatch: pytest.MonkeyPatch):
+    replace, interrupts = flash_attention.replace_everywhere, iter([KeyboardInterrupt])
+
+    def interrupted(replacements: Mapping) -> None:
+        replace(replacements)
+        for interrupt in interrupts:
+            raise interrupt
+
+    before = dict(vars(library))
+    monkeypatch.setattr(flash_attention, "replace_everywhere", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        flash_attention.pin(MEGATRON)
+    assert dict(vars(library)) == before
 
 
 @pytest.mark.parametrize("splits", [(), (0,), (3,)])

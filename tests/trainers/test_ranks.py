@@ -4,17 +4,21 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.engines.protocol import Request, Sample
+from true_on_policy.errors import DifferenceError
 from true_on_policy.models.tiny import updated
 from true_on_policy.trainers.ranks import MegatronRanks, RankError
+from true_on_policy.verify import verification
 
 ROOT = Path(__file__).parents[2]
 CONTRACT = Contract(dtype="bf16", trainer_tensor_parallel=2, leaves=2)
@@ -37,6 +41,31 @@ def test_they_take_the_weights_that_they_are_given(tiny: Path, tmp_path: Path):
     trainer.close()
     assert equal_bits(made[0], made[2]) and not equal_bits(made[0], made[1])
     assert [process.is_alive() for process in trainer._processes] == [False, False]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_rank_whose_log_probs_are_not_rank_0s_is_a_difference_on_pinned_kernels(
+    pinned: bool, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = object.__new__(MegatronRanks)
+    trainer._is_pinned = pinned
+    rank_0 = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]
+    rank_1 = [rank_0[0], torch.nextafter(rank_0[1], torch.zeros(1))]
+    monkeypatch.setattr(trainer, "_call", lambda *asked: [rank_0, rank_0, rank_1])
+    refused = pytest.raises(DifferenceError, match=r"ranks 0 and 2 compute other .*first at \[2\].*1 ulp apart")
+    with refused if pinned else nullcontext():
+        assert trainer.log_probs(SAMPLES, [1.0, 1.0]) is rank_0
+
+
+def test_a_difference_between_ranks_ends_the_command_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def differs(arguments: object) -> int:
+        raise DifferenceError("megatron: ranks 0 and 1 compute other log-probs")
+
+    monkeypatch.setattr(verification, "run", differs)
+    assert main(["verify", "--engine", "hf", "--trainer", "megatron"]) == 1
+    assert "ranks 0 and 1" in capsys.readouterr().err
 
 
 def test_what_a_rank_raises_is_said_and_ends_them_all(tiny: Path, tmp_path: Path):

@@ -326,6 +326,18 @@ def test_the_users_own_contract_does_not_pin_the_control(monkeypatch: pytest.Mon
     assert not {CONTRACT, ORDER} & inherited().keys()
 
 
+def test_an_engine_whose_plugin_fails_is_ended_too(monkeypatch: pytest.MonkeyPatch):
+    """SGLang hides what a plugin raises, and would run on without the contract."""
+    hooks: list[Any] = []
+    monkeypatch.setattr(plugin, "_register", lambda target, hook, kind: hooks.append(hook))
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups", cast(Any, None))  # another release lacks it
+    for name in (CONTRACT, FOLDER):
+        monkeypatch.setenv(name, "{}")
+    with pytest.raises(ImportError):
+        plugin.activate()
+    assert hooks == [plugin._taken_up]
+
+
 def test_an_engine_that_did_not_take_the_contract_up_is_ended():
     with pytest.raises(PinError, match="did not take up; start SGLang with --enable-deterministic-inference"):
         plugin._taken_up(None, None)

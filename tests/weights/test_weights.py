@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -273,9 +274,41 @@ def test_a_quantized_engine_is_not_compared() -> None:
     held = loaded(checkpoint())
     held["lm_head.weight"] = held["lm_head.weight"].to(torch.int8)
     with pytest.raises(
-        NotSeenError, match=r"1 tensors in a quantized or packed form, the first lm_head.weight \(int8\)"
+        NotSeenError,
+        match=r"the engine holds 1 tensors in a quantized or packed form.*the first lm_head.weight \(int8\)",
     ):
         compare(Engine([held]), checkpoint())
+
+
+def test_a_quantized_checkpoint_is_not_compared() -> None:
+    weights = checkpoint()
+    weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.float8_e4m3fn)
+    with pytest.raises(NotSeenError, match=r"the trainer holds 1 .*the first lm_head.weight \(float8_e4m3fn\)"):
+        compare(Engine([loaded(checkpoint())]), weights)
+
+
+def test_adapters_of_either_side_are_not_compared() -> None:
+    """SGLang and vLLM keep the weight under an adapter as `base_layer`; PEFT saves the adapter alone."""
+    weights, held = checkpoint(), loaded(checkpoint())
+    name = f"{LAYER}.self_attn.o_proj.base_layer.weight"
+    with pytest.raises(NotSeenError, match=rf"the engine holds 1 .*under an adapter \(LoRA\), the first {name}"):
+        compare(Engine([held | {name: held[f"{LAYER}.self_attn.o_proj.weight"]}]), weights)
+    adapter = {f"base_model.model.{LAYER}.self_attn.o_proj.lora_A.weight": torch.ones(2, HIDDEN)}
+    with pytest.raises(NotSeenError, match="the trainer holds 1 .*under an adapter"):
+        compare(Engine([held]), adapter)
+
+
+@pytest.mark.parametrize("axis", ["attn_cp_size", "moe_dp_size"])
+def test_weights_that_are_cut_over_fewer_ranks_than_others_are_not_told(
+    axis: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = SimpleNamespace(**{"attn_cp_size": 1, "moe_dp_size": 1, axis: 2})
+    context = SimpleNamespace(get_parallel=lambda: sizes)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", cast(Any, context))
+    with pytest.raises(NotSeenError, match=f"runs with {axis} 2: served is tensor parallelism alone"):
+        compare(Engine([loaded(checkpoint())]), checkpoint())
+    setattr(sizes, axis, 1)
+    assert compare(Engine([loaded(checkpoint())]), checkpoint()).equal
 
 
 def test_an_engine_without_our_plugin_is_not_compared() -> None:

@@ -6,7 +6,7 @@ requests are few and short, but real: an engine that serves a training run answe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxtyping import Float32
@@ -17,6 +17,7 @@ from true_on_policy.contract.settings import OF_SERVER
 from true_on_policy.engines.asking import answer_of, check_counts, list_of, reading, short
 from true_on_policy.engines.protocol import sglang_rows
 from true_on_policy.errors import EngineError
+from true_on_policy.flags.command import REFUSALS
 from true_on_policy.observe.process import ALL, Observation
 
 T = TypeVar("T")
@@ -29,6 +30,8 @@ LONGEST = 100  # letters of a setting
 TOKENS = "log-probs of tokens"
 
 VERSION = "SGLang"  # the only row of OF_SERVER that is not an argument of the server
+REFUSED = "refused arguments"
+PREFIX = "sglang_"  # before the name of SGLang's argument among a host's
 ATTENTION = ("prefill_attention_backend", "decode_attention_backend")
 
 
@@ -53,11 +56,20 @@ def _told(info: Any) -> dict[str, str]:
         raise EngineError("not an answer of SGLang")
     settings = {row: _plain(name, info[name]) for row, name in OF_SERVER.items() if name in info}
     settings.setdefault("contract", "not in this release")
+    settings[REFUSED] = ", ".join(_refused(info))[:LONGEST] or "none"
     if phases := info.get("cuda_graph_config"):
         graphs = (f"{name} {_plain('backend', phase['backend'])}" for name, phase in phases.items())
         settings["CUDA graph"] = ", ".join(graphs)[:LONGEST]
     names = {info.get(name) or info.get("attention_backend") for name in ATTENTION}
     return settings | {"attention": " and ".join(sorted(_plain("attention", name) for name in names))}
+
+
+def _refused(info: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each argument of the server that a launch may not have; a server that lacks an argument keeps to it."""
+    for rule in REFUSALS:
+        name = rule.attribute.removeprefix(PREFIX)
+        if name != rule.attribute and (given := info.get(name, rule.allowed[0])) not in rule.allowed:
+            yield f"{name}={short(given)}"
 
 
 def _plain(name: str, value: Any) -> str:

@@ -13,7 +13,7 @@ from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels.probes import Failure, product_failures
-from true_on_policy.kernels.provider import Undo, device, imported, installed
+from true_on_policy.kernels.provider import Undo, device, imported, installed, undone_on_error
 
 NAME = "deep_gemm"
 # (setter, getter): of sgl-deep-gemm since 0.2, and of the fork that slime builds. Off, cuBLASLt may serve a product.
@@ -48,14 +48,11 @@ def pin(contract: GpuContract) -> Undo:
         for (turn, _), before in zip(switches, states, strict=True):
             turn(before)
 
-    try:
+    with undone_on_error(undo, "DeepGEMM: the deterministic mode cannot be switched on"):
         for turn, get in switches:
             turn(True)
             if not get():
                 raise RuntimeError(f"{turn.__name__}(True) has no effect")
-    except Exception as error:
-        undo()
-        raise PinError(f"DeepGEMM: the deterministic mode cannot be switched on ({error})") from error
     return undo
 
 

@@ -17,7 +17,15 @@ from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels.probes import Failure, attention_failures
-from true_on_policy.kernels.provider import Undo, device, findable, imported, installed, replace_everywhere
+from true_on_policy.kernels.provider import (
+    Undo,
+    device,
+    findable,
+    imported,
+    installed,
+    replace_everywhere,
+    undone_on_error,
+)
 
 NAME = "flash_attention"
 # The module of each FlashAttention-3 build, in the order in which Miles looks, and the build's distributions.
@@ -66,8 +74,10 @@ def pin(contract: GpuContract) -> Undo:
     if not functions:
         raise PinError(f"FlashAttention-3: {name} has no function that takes {SPLITS}")
     unsplit = {function: _one_split(function) for function in functions}
-    replace_everywhere(unsplit)
-    return lambda: replace_everywhere({ours: theirs for theirs, ours in unsplit.items()})
+    undo = lambda: replace_everywhere({ours: theirs for theirs, ours in unsplit.items()})  # noqa: E731
+    with undone_on_error(undo, "FlashAttention-3: its functions cannot be replaced"):
+        replace_everywhere(unsplit)
+    return undo
 
 
 def probe(contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:

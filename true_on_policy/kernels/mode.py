@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 
 from true_on_policy.errors import PinError
-from true_on_policy.kernels.provider import Undo, imported
+from true_on_policy.kernels.provider import Undo, imported, undone_on_error
 
 # Since 2.13 the CUDA builds of torch override some operators in Python from this folder: these kernels are stock.
 OWN = Path(torch.__file__).parent / "_native"
@@ -112,15 +112,13 @@ def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None
             f"set_batch_invariant_mode leaves the flag so: call {mode.module}.disable_batch_invariant_mode() before "
             "you pin"
         )
-    try:
+    undo = lambda: _switch_off(mode, disable, holders, key)  # noqa: E731
+    with undone_on_error(undo, f"{mode.library}: the batch-invariant mode cannot be enabled"):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*\n?.*Overriding a previously", category=UserWarning)
             enable()
         _check(module, key)
-    except Exception as error:
-        _switch_off(mode, disable, holders, key)
-        raise PinError(f"{mode.library}: the batch-invariant mode cannot be enabled ({error})") from error
-    return lambda: _switch_off(mode, disable, holders, key)
+    return undo
 
 
 def _holders(key: str) -> dict[str, str | None]:

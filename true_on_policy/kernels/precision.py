@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from true_on_policy.errors import PinError
 from true_on_policy.kernels.probes import Failure, compare
-from true_on_policy.kernels.provider import Undo
+from true_on_policy.kernels.provider import Undo, undone_on_error
 
 FINE = 1 + 2.0**-12  # takes 12 bits of mantissa
 LOSSY = (True, "tf32", "bf16", "high", "medium")
@@ -80,14 +79,11 @@ def pin() -> Undo:
         for switch, value in states:
             switch.put(value)
 
-    try:
+    with undone_on_error(undo, "torch: TF32 cannot be switched off"):
         for switch, _ in states:
             switch.put(switch.full)
         if (allowed := settings()["torch: TF32 allowed by"]) != "nothing":
             raise RuntimeError(f"still allowed by {allowed}")
-    except Exception as error:
-        undo()
-        raise PinError(f"torch: TF32 cannot be switched off ({error})") from error
     return undo
 
 

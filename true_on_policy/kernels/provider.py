@@ -68,6 +68,18 @@ def imported(module: str, library: str) -> ModuleType:
         raise PinError(f"{library}: {module} cannot be imported ({error})") from error
 
 
+@contextmanager
+def undone_on_error(undo: Undo, what: str) -> Iterator[None]:
+    """Undo where an exception or Ctrl-C ends the block; an exception becomes a PinError that begins with `what`."""
+    try:
+        yield
+    except BaseException as error:
+        undo()
+        if isinstance(error, Exception):
+            raise PinError(f"{what} ({error})") from error
+        raise
+
+
 # Functions are replaced under every name by which modules hold them, and put back.
 
 MISSING = object()

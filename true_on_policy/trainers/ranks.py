@@ -25,11 +25,12 @@ from jaxtyping import Float32
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from true_on_policy.bitwise import first_mismatch
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.rounding import NormOrder
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.engines.server import on_loopback
-from true_on_policy.errors import TrueOnPolicyError
+from true_on_policy.errors import DifferenceError, TrueOnPolicyError
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import agreed_tree
 from true_on_policy.models.tiny import read_config
@@ -55,6 +56,7 @@ class MegatronRanks:
 
     Raises:
         RankError: a rank failed, in any method. All ranks are ended first.
+        DifferenceError: two ranks computed other log-probs of one token on pinned kernels.
     """
 
     name = "megatron"
@@ -63,7 +65,7 @@ class MegatronRanks:
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._folder = TemporaryDirectory(prefix="true-on-policy-ranks-")
-        self._processes, self._connections = [], []
+        self._processes, self._connections, self._is_pinned = [], [], order is not None
         for rank in range(contract.trainer_tensor_parallel):
             ours, theirs = context.Pipe()
             rank_of = (rank, Path(self._folder.name) / "store", torch.get_num_threads())
@@ -79,7 +81,11 @@ class MegatronRanks:
         self._call("load", checkpoint)
 
     def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
-        return self._call("log_probs", batch, temperatures)
+        first, *others = self._call("log_probs", batch, temperatures)
+        for rank, other in enumerate(others if self._is_pinned else (), 1):
+            if mismatch := first_mismatch(torch.cat(first), torch.cat(other)):
+                raise DifferenceError(f"megatron: ranks 0 and {rank} compute other log-probs of one batch: {mismatch}")
+        return first
 
     def close(self) -> None:
         for process in self._processes:
@@ -88,11 +94,11 @@ class MegatronRanks:
         self._folder.cleanup()
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call a method on every rank, and return the answer of rank 0; all ranks compute equal answers."""
+        """Call a method on every rank, and return the answers by rank."""
         for connection in self._connections:
             with suppress(BrokenPipeError):  # _answers reports a rank that has ended
                 _send(connection, (name, arguments))
-        return self._answers()[0]
+        return self._answers()
 
     def _answers(self) -> list[Any]:
         answers: dict[Any, Any] = {}

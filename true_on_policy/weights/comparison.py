@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ SHOWN = 8
 LARGEST = 1 << 28  # bytes over all ranks; a larger tensor is not fetched to say by how much it differs
 LIMITS = {DIGESTS: LIMIT, VALUES: 2 * LARGEST}  # bytes of an answer; base64 makes 4 of 3
 LONGEST = 500  # letters of a tensor's name
+ADAPTED = re.compile(r"\.(base_layer|lora_\w+)\.")  # in names, where SGLang, vLLM or PEFT keep an adapter apart
 ROUNDED = {str(dtype).removeprefix("torch.") for dtype in FLOATS if dtype.itemsize > 1}
 
 
@@ -100,8 +102,9 @@ def compare(ask: Ask, weights: Mapping[str, Tensor]) -> Comparison:
         weights: by Hugging Face name.
 
     Raises:
-        NotSeenError: the engine does not tell its weights, or holds them in a form that cannot be compared.
+        NotSeenError: the engine does not tell its weights, or a side holds some in a form that cannot be compared.
     """
+    _check_plain("the trainer", ((name, str(held.dtype).removeprefix("torch.")) for name, held in weights.items()))
     parts = digests_of(ask)
     comparison = against(parts, weights)
     if comparison.equal:
@@ -127,17 +130,21 @@ def digests_of(ask: Ask) -> list[Part]:
 
     Raises:
         NotSeenError: the engine does not answer the question, runs pipeline or data parallel, or holds a
-            quantized tensor.
+            quantized tensor or an adapter.
     """
     parts = _answered(ask, {"action": DIGESTS, "selector": "target"}, _parts)
-    digests = [digest for part in parts for digest in part.digests.items()]
-    strange = [f"{name} ({held.dtype})" for name, held in digests if held.dtype not in ROUNDED]
+    _check_plain("the engine", ((name, held.dtype) for part in parts for name, held in part.digests.items()))
+    return parts
+
+
+def _check_plain(side: str, dtypes: Iterable[tuple[str, str]]) -> None:
+    """Refuse a side with a quantized tensor, or with an adapter beside its weights, given the dtype of each name."""
+    strange = [f"{name} ({dtype})" for name, dtype in dtypes if dtype not in ROUNDED or ADAPTED.search(name)]
     if strange:
         raise NotSeenError(
-            f"the engine holds {len(strange)} tensors in a quantized or packed form, the first {strange[0]}, and such "
-            "bits are not the trainer's by design"
+            f"{side} holds {len(strange)} tensors in a quantized or packed form, or under an adapter (LoRA), the first "
+            f"{strange[0]}, and such bits are not the other side's by design"
         )
-    return parts
 
 
 def _parts(answer: Any) -> list[Part]:
@@ -183,8 +190,8 @@ def _by_rank(answer: Any) -> dict[int, Mapping[str, str]]:
 def untold(error: object) -> str:
     """Say what to do about an engine that does not tell its weights."""
     return (
-        f"{error}\nthe engine did not tell its weights: start SGLang with {ASKED}=1 in its environment, where "
-        "mis-plugins is installed, and vLLM with VLLM_SERVER_DEV_MODE=1 beside it"
+        f"{error}\nthe engine did not tell its weights: where its answer gives no other reason, start SGLang with "
+        f"{ASKED}=1 in its environment, where mis-plugins is installed, and vLLM with VLLM_SERVER_DEV_MODE=1 beside it"
     )
 
 

@@ -7,10 +7,12 @@ the environment `activate` does nothing, so an SGLang that shares our environmen
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from true_on_policy.engines import handover
+from true_on_policy.errors import NotSeenError
 
 if TYPE_CHECKING:
     from true_on_policy.contract.cpu import Contract
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 def activate() -> None:
     """Register the hooks that the environment asks for; SGLang calls `activate` and hides its exceptions."""
+    if handover.asked_for():  # first, because an exception below would leave the engine unpinned and running
+        _align()
     if handover.is_set(handover.FOLDER):  # for the doctor
         from true_on_policy.engines.sglang.settings import TARGET, written
 
@@ -26,8 +30,6 @@ def activate() -> None:
         _register("sglang.srt.utils.weight_checker.WeightChecker.handle", weights_told, "AROUND")  # 0.5.23
     if handover.is_set(handover.FORKS):
         _register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, "AFTER")
-    if handover.asked_for():
-        _align()
 
 
 def _register(target: str, hook: Callable, kind: str) -> None:
@@ -57,10 +59,19 @@ def weights_told(
     """
     if action not in (handover.DIGESTS, handover.VALUES):
         return original(checker, action, allow_quant_error, skip_tensor_list, role=role)
+    _check_cuts()
     held = checker._get_model().state_dict()  # parameters and persistent buffers; rope's tables are neither
     checksums = handover.texts_of(held, action, skip_tensor_list or ())
     parallelism = checker._parallelism_info(role=role).model_dump()
     return {"checksums": checksums, "per_gpu_checksum": "", "parallelism_info": parallelism}
+
+
+def _check_cuts() -> None:
+    """Refuse to tell weights of which some are cut over fewer ranks than others; SGLang's answer does not tell."""
+    if context := sys.modules.get("sglang.srt.runtime_context"):  # 0.5.23
+        for axis in ("attn_cp_size", "moe_dp_size"):
+            if (size := getattr(context.get_parallel(), axis)) != 1:
+                raise NotSeenError(f"the engine runs with {axis} {size}: served is tensor parallelism alone")
 
 
 def allow() -> None:
@@ -84,8 +95,8 @@ def _align() -> None:
     """Register the hooks that replace SGLang's kernels and orders by the CPU contract's."""
     from true_on_policy.engines.sglang.settings import TARGET
 
-    allow()
     _register(TARGET, _taken_up, "AFTER")
+    allow()
     _register("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _pin, "REPLACE")
     contract = handover.stated_contract()
     if contract.leaves > 1:
