@@ -1218,18 +1218,6 @@ def test_operators_do_not_grow_with_sequences():
     assert not many.waits
 
 
-def test_recompute_gives_the_same_bits():
-    """Both hosts can checkpoint the loss function: forward runs twice, the second time inside the backward."""
-    step, args = random_step(6), flags(mis=KEPT | {"opsm": {"delta": 0.05}})
-    batch, answers = step.batch(), []
-    for recompute in (False, True):
-        logits = torch.cat(step.rows("target")).requires_grad_()
-        call_it = lambda x: mis.policy_loss(args, batch, x, reducer(batch, "miles"))[0]  # noqa: E731
-        loss = checkpoint(call_it, logits, use_reentrant=False) if recompute else call_it(logits)
-        answers.append((loss.detach(), torch.autograd.grad(loss, logits)[0]))
-    assert all(map(same_bytes, *answers))
-
-
 # ------------------------------------------------------------------------------------ the embedded host, over ranks
 
 
