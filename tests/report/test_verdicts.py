@@ -160,7 +160,8 @@ def test_a_run_that_starts_anew_is_judged_by_its_last_start_and_tells_the_first(
 
 @pytest.mark.parametrize("name", ["mis_kept_fraction", "mis_ess_mb", "mis_step/ess"])
 def test_a_correction_that_leaves_little_is_told_by_our_hooks_names(name: str, tmp_path: Path) -> None:
-    verdict = judged(tmp_path, rows_of([1e-3] * 9, name="train/mis_k3_kl", **{f"train/{name}": 0.02}))
+    rows = [row | {f"train/{name}": 0.02} for row in rows_of([1e-3] * 9, name="train/mis_k3_kl")]
+    verdict = judged(tmp_path, rows)
     assert verdict["level"] == WATCH and "is 0.02, below 0.5, at step 8" in verdict["headline"]
 
 
