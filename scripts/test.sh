@@ -10,7 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"
 export OMP_NUM_THREADS=1
 
-MATH=(tests/terms tests/correction tests/loss/test_objective.py tests/loss/test_kept_set.py)
+MATH=(tests/terms tests/correction tests/loss/test_objective.py)
 
 if [ "${1:-}" = quick ]; then
     ruff check .

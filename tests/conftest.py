@@ -22,6 +22,7 @@ import triton_interpreter  # noqa: F401  (before anything imports triton)
 import yaml
 from commands import ConfigCommand
 from process_groups import destroy_process_groups
+from stand_ins import write  # noqa: F401  (a fixture)
 
 from mis_plugins import errors, mis
 from mis_plugins.__main__ import main

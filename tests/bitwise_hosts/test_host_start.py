@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from commands import ran
-from stand_ins import Write, write  # noqa: F401
+from stand_ins import Write
 
 from mis_plugins.errors import ConfigError
 from true_on_policy import fsdp_worker
@@ -217,7 +217,7 @@ class FSDPTrainRayActor:
 
 
 @pytest.fixture
-def watched(write: Write, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:  # noqa: F811
+def watched(write: Write, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Write the module of Miles's trainer, which is not imported yet, and watch for it some times."""
     monkeypatch.setattr(start, "start", lambda args: args.done.append("ours"))
     finders = list(sys.meta_path)

@@ -93,15 +93,6 @@ def test_exit_code(case: str, tmp_path: Path, capsys: Capture):
     assert capsys.readouterr().out.rstrip().endswith(document["verdict"])
 
 
-@pytest.mark.parametrize("values", [("thd", "bshd"), (1e-3, 1e-4), ([1, 2], [1, 3]), (["a"], ["b"])])
-def test_a_dumped_value_that_is_no_tensor_is_compared_too(values: tuple, tmp_path: Path, capsys: Capture):
-    a, b = (dump_all(tmp_path / side, {"said": value, "x.output": X}) for side, value in zip("ab", values, strict=True))
-    assert [diff(a, a), diff(a, b)] == [EQUAL, DIFFERENT]
-    assert " against " in capsys.readouterr().out
-    a = dump_all(tmp_path / "text", {"said": "thd"})
-    assert diff(a, a) == NOT_COMPARABLE  # nothing that a model computed
-
-
 def test_long_texts_with_one_beginning_are_told_apart(tmp_path: Path, capsys: Capture):
     a, b = (dump_all(tmp_path / side, {"said": "y" * 600 + side, "x.output": X}) for side in "ab")
     assert diff(a, b) == DIFFERENT and ", from letter 601" in capsys.readouterr().out
@@ -304,19 +295,6 @@ def test_files_of_many_tensors(write: Callable[[Path, dict[str, Tensor]], Path],
     first = report(a, other).first
     assert first is not None and first.key.name.endswith("w.2")
     assert first.mismatch is not None and first.mismatch.coordinate == (0, 0)
-
-
-def test_a_folder_of_shards(tmp_path: Path):
-    """The names of files count, so two shards may hold a tensor of one name."""
-    for side, value in (("a", X), ("b", Y)):
-        (tmp_path / side).mkdir()
-        as_safetensors(tmp_path / side / "shard-1", {"w": X})
-        as_safetensors(tmp_path / side / "shard-2", {"w": value})
-        torch.save(X, tmp_path / side / "alone.pt")
-    found = report(tmp_path / "a", tmp_path / "b")
-    assert {row.key.name: row.status for row in found.rows} == {
-        "alone": "equal", "shard-1.w": "equal", "shard-2.w": "different",
-    }  # fmt: skip
 
 
 def test_files_beside_dumps_come_last(tmp_path: Path):
@@ -910,15 +888,6 @@ def test_files_stand_by_their_numbers_whatever_zeros_lead_them(tmp_path: Path):
         torch.save(X, tmp_path / f"step{number}.pt")
     names = [entry.key.name for entry in read_recording(tmp_path).entries]
     assert names == ["step8", "step09", "step10"]
-
-
-def test_the_recorder_writes_part_of_a_batch(tmp_path: Path):
-    model = nn.Sequential(nn.ReLU())
-    with record(model, tmp_path / "a", lambda x: x[1:]):
-        model(X)
-    with record(model, tmp_path / "b"):
-        model(X[1:])
-    assert diff(tmp_path / "a", tmp_path / "b") == EQUAL
 
 
 # ------------------------------------------------------------------------------------------------- real models

@@ -245,12 +245,6 @@ def test_files_of_one_index_are_read_in_one_order(tmp_path: Path) -> None:
     assert {row.status for row in report(tmp_path / "a", tmp_path / "b").rows[:12]} == {"equal"}
 
 
-def test_a_map_may_leave_out_what_b_alone_holds(folder: Path, tmp_path: Path) -> None:
-    other = dump_all(tmp_path / "b", {"z.output": X, "rotary.inv_freq": X})
-    (tmp_path / "map.yaml").write_text("rotary.inv_freq: null\n")
-    assert report(folder, other, tmp_path / "map.yaml").exit_code == EQUAL
-
-
 def test_a_folder_that_cannot_be_opened_is_never_equal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scandir = os.scandir
     (folder / "deep" / "closed").mkdir(parents=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import ran
 from replay import RECORDED, replayed
-from stand_ins import FLASH_ATTENTION, Write, deep_gemm_source, write  # noqa: F401
+from stand_ins import FLASH_ATTENTION, Write, deep_gemm_source
 from test_settings import HOST
 
 from true_on_policy.__main__ import main
@@ -326,7 +326,7 @@ def test_every_check_asks_something_of_a_side() -> None:
     assert ANY == ()
 
 
-def test_rows_of_libraries_are_named_as_their_providers_name_them(write: Write) -> None:  # noqa: F811
+def test_rows_of_libraries_are_named_as_their_providers_name_them(write: Write) -> None:
     """SGLang's mode is the one that cannot be imported here."""
     write({"flash_attn_interface.py": FLASH_ATTENTION, "deep_gemm.py": deep_gemm_source()})
     for module in ("flash_attn_interface", "deep_gemm"):

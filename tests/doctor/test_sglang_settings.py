@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from stand_ins import Write, deep_gemm_source, write  # noqa: F401
+from stand_ins import Write, deep_gemm_source
 from test_products import model
 
 from true_on_policy.contract.cpu import Shapes
@@ -51,7 +51,7 @@ def runner(**changed: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def shorter(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def shorter(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SIZES": (1, 2, 7), "FEW": (1, 2), "DIGESTED": (3, 16)}.items():
         monkeypatch.setattr(probes, name, value)
     write({"sglang/srt/distributed/parallel_state.py": "def get_tensor_model_parallel_world_size():\n    return 2\n"})
@@ -140,7 +140,7 @@ def around_each_call(library: Any) -> Callable[..., torch.Tensor]:
     return linear
 
 
-def test_deep_gemms_mode_is_that_of_the_call(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_deep_gemms_mode_is_that_of_the_call(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     write({"deep_gemm.py": deep_gemm_source(SWITCH)})
     library = import_module("deep_gemm")
     assert observe(runner()).why(MODE) == "SGLang's product did not call deep_gemm"

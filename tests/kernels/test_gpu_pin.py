@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from stand_ins import FLASH_ATTENTION, Write, write  # noqa: F401
+from stand_ins import FLASH_ATTENTION, Write
 from triton_interpreter import UNAVAILABLE, on_cpu
 
 from true_on_policy.contract.cpu import Contract
@@ -24,7 +24,7 @@ FSDP = dataclasses.replace(CONTRACT, backend="fsdp", engine_gemm="deep_gemm")
 
 
 @pytest.fixture
-def trainer(write: Write, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def trainer(write: Write, monkeypatch: pytest.MonkeyPatch):
     """Where a Megatron trainer of a tiny model can be pinned; every test leaves it as it was."""
     for name, value in {"SIZES": (1, 2, 40), "LENGTHS": (1, 3, 5)}.items():
         monkeypatch.setattr(probes, name, value)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from stand_ins import write  # noqa: F401
 from triton_interpreter import UNAVAILABLE, on_cpu
 
 from true_on_policy.bitwise import equal_bits, ulps
@@ -217,7 +216,7 @@ def test_an_undo_that_leaves_an_operator_says_so(library: ModuleType, monkeypatc
     undo()
 
 
-def test_two_copies_at_once_are_refused(library: ModuleType, write):  # noqa: F811
+def test_two_copies_at_once_are_refused(library: ModuleType, write):
     """Here the second copy is any other Python file that holds one of the operators."""
     write({"other_copy.py": "import torch\nlibrary = torch.library.Library('aten', 'IMPL')\n"})
     import other_copy  # pyright: ignore[reportMissingImports]
@@ -315,7 +314,7 @@ def symbols() -> dict[str, object]:
     }
 
 
-def test_transformer_engine_is_pinned_and_restored(library: ModuleType, write):  # noqa: F811
+def test_transformer_engine_is_pinned_and_restored(library: ModuleType, write):
     """Megatron's own undo would leave RMSNorm a forward of its own, where it had inherited one."""
     write(TE)
     undo = megatron.pin(CONTRACT)
@@ -329,7 +328,7 @@ def test_transformer_engine_is_pinned_and_restored(library: ModuleType, write): 
     assert megatron.settings()["te general_gemm"] == "transformer_engine.pytorch.cpp_extensions"
 
 
-def test_a_transformer_engine_that_is_half_patched_is_restored(library: ModuleType, write, monkeypatch):  # noqa: F811
+def test_a_transformer_engine_that_is_half_patched_is_restored(library: ModuleType, write, monkeypatch):
     """One module less than Megatron-core expects: it has replaced two symbols when it fails."""
     write(TE)
     before = symbols()
@@ -339,14 +338,14 @@ def test_a_transformer_engine_that_is_half_patched_is_restored(library: ModuleTy
     assert symbols() == before
 
 
-def test_a_transformer_engine_that_still_multiplies_is_refused(library: ModuleType, write, monkeypatch):  # noqa: F811
+def test_a_transformer_engine_that_still_multiplies_is_refused(library: ModuleType, write, monkeypatch):
     write(TE)
     monkeypatch.setattr(library, "_te_patch_for_batch_invariant", lambda: None)
     with pytest.raises(PinError, match="is on, but Transformer Engine multiplies by transformer_engine.pytorch.cpp"):
         megatron.pin(CONTRACT)
 
 
-def test_a_transformer_engine_that_cannot_be_imported_is_refused(library: ModuleType, write):  # noqa: F811
+def test_a_transformer_engine_that_cannot_be_imported_is_refused(library: ModuleType, write):
     write({"transformer_engine/pytorch.py": "raise OSError('libcuda.so.1')\n"})
     with pytest.raises(
         PinError, match="Megatron-core, Transformer Engine: transformer_engine.pytorch cannot be imported .libcuda.so.1"

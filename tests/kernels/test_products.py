@@ -9,7 +9,7 @@ from functools import reduce
 
 import pytest
 import torch
-from stand_ins import Write, write  # noqa: F401
+from stand_ins import Write
 from torch import Tensor
 
 from true_on_policy.contract.gpu import MODELS, Size, gpu_contract
@@ -71,7 +71,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def groups(write: Write, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:  # noqa: F811
+def groups(write: Write, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """groups(tensor, context): Megatron has these, and its fork is installed."""
     from megatron.core import parallel_state
 

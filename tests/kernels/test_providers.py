@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from stand_ins import FLASH_ATTENTION, Write, deep_gemm_source, write  # noqa: F401
+from stand_ins import FLASH_ATTENTION, Write, deep_gemm_source
 
 from lab.gpu import attention
 from lab.gpu.attention import decode_failures, mixed_failures
@@ -56,10 +56,7 @@ def fewer_rows(monkeypatch: pytest.MonkeyPatch):
     ],
 )  # fmt: skip
 def test_a_library_that_is_not_installed_or_does_not_load_is_refused(
-    write: Write,  # noqa: F811
-    provider: ModuleType,
-    source: Mapping[str, str] | None,
-    message: str,
+    write: Write, provider: ModuleType, source: Mapping[str, str] | None, message: str
 ):
     if source is None:
         assert provider.version() is None and provider.settings() == {}
@@ -69,7 +66,7 @@ def test_a_library_that_is_not_installed_or_does_not_load_is_refused(
 
 
 @pytest.mark.parametrize("provider", [megatron, deep_gemm, flash_attention])
-def test_without_a_device_nothing_is_seen(write: Write, provider: ModuleType):  # noqa: F811
+def test_without_a_device_nothing_is_seen(write: Write, provider: ModuleType):
     write({"deep_gemm.py": deep_gemm_source(), "flash_attn_interface.py": FLASH_ATTENTION})
     with pytest.raises(NotSeenError, match="not seen: no CUDA device"):
         next(provider.probe(MEGATRON, SHAPES))
@@ -81,7 +78,7 @@ def failures() -> list:
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("switches", [(SGL,), (FORK,), (SGL, FORK)], ids=["sgl", "fork", "both"])
-def test_every_switch_is_turned_and_turned_back(write: Write, switches, before: bool):  # noqa: F811
+def test_every_switch_is_turned_and_turned_back(write: Write, switches, before: bool):
     write({"deep_gemm.py": deep_gemm_source(*switches, before=before)})
     undo = deep_gemm.pin(FSDP)
     library = sys.modules["deep_gemm"]
@@ -93,14 +90,14 @@ def test_every_switch_is_turned_and_turned_back(write: Write, switches, before: 
     assert all(getattr(library, getter)() is before for getter in getters)
 
 
-def test_deep_gemm_off_is_found_out(write: Write):  # noqa: F811
+def test_deep_gemm_off_is_found_out(write: Write):
     write({"deep_gemm.py": deep_gemm_source(SGL)})
     deep_gemm.pin(FSDP)()
     assert deep_gemm.settings()["DeepGEMM mode"] == "cuBLASLt"
     assert {failure.company for failure in failures()} >= {"1 of 7 rows and all"}
 
 
-def test_one_switch_of_two_is_not_enough(write: Write):  # noqa: F811
+def test_one_switch_of_two_is_not_enough(write: Write):
     write({"deep_gemm.py": deep_gemm_source(SGL, FORK)})
     deep_gemm.pin(FSDP)()
     sys.modules["deep_gemm"].use_deterministic_algorithms(True)
@@ -108,20 +105,20 @@ def test_one_switch_of_two_is_not_enough(write: Write):  # noqa: F811
     assert failures()
 
 
-def test_versions_of_deep_gemm_without_a_switch_are_always_invariant(write: Write):  # noqa: F811
+def test_versions_of_deep_gemm_without_a_switch_are_always_invariant(write: Write):
     write({"deep_gemm.py": deep_gemm_source()})
     deep_gemm.pin(FSDP)()
     assert deep_gemm.settings() == {"DeepGEMM switch": "none", "DeepGEMM mode": "always invariant"}
     assert failures() == []
 
 
-def test_a_setter_without_a_getter_is_refused(write: Write):  # noqa: F811
+def test_a_setter_without_a_getter_is_refused(write: Write):
     write({"deep_gemm.py": deep_gemm_source() + "def set_batch_invariant(on): ...\n"})
     with pytest.raises(PinError, match="of set_batch_invariant and get_batch_invariant it has one alone"):
         deep_gemm.pin(FSDP)
 
 
-def test_a_switch_without_effect_is_refused_and_the_first_turned_back(write: Write):  # noqa: F811
+def test_a_switch_without_effect_is_refused_and_the_first_turned_back(write: Write):
     deaf = "def set_batch_invariant(on): ...\ndef get_batch_invariant(): return False\n"
     write({"deep_gemm.py": deep_gemm_source(SGL) + deaf})
     with pytest.raises(PinError, match=r"cannot be switched on \(set_batch_invariant\(True\) has no effect\)"):
@@ -130,7 +127,7 @@ def test_a_switch_without_effect_is_refused_and_the_first_turned_back(write: Wri
     assert sys.modules["deep_gemm"].get_deterministic_algorithms() is False
 
 
-def test_ctrl_c_at_the_second_switch_turns_the_first_back(write: Write):  # noqa: F811
+def test_ctrl_c_at_the_second_switch_turns_the_first_back(write: Write):
     interrupted = (
         "def set_batch_invariant(on):\n    if on: raise KeyboardInterrupt\ndef get_batch_invariant(): return False\n"
     )
@@ -140,7 +137,7 @@ def test_ctrl_c_at_the_second_switch_turns_the_first_back(write: Write):  # noqa
     assert sys.modules["deep_gemm"].get_deterministic_algorithms() is False
 
 
-def test_the_version_of_deep_gemm_is_read_without_importing_it(write: Write):  # noqa: F811
+def test_the_version_of_deep_gemm_is_read_without_importing_it(write: Write):
     write({"deep_gemm.py": "raise OSError('libcudart.so.13')\n"})
     assert deep_gemm.version() == "deep_gemm of unknown version"
     write({"sgl_deep_gemm-0.2.5.dist-info/METADATA": "Name: sgl-deep-gemm\nVersion: 0.2.5\n"})
@@ -149,7 +146,7 @@ def test_the_version_of_deep_gemm_is_read_without_importing_it(write: Write):  #
 
 
 @pytest.fixture
-def library(write: Write):  # noqa: F811
+def library(write: Write):
     write({"flash_attn_interface.py": FLASH_ATTENTION, "caller.py": CALLER, "late.py": CALLER})
     return import_module("flash_attn_interface")
 
@@ -241,7 +238,7 @@ def test_settings_show_what_a_caller_would_get(library):
     assert flash_attention.settings() == name | {"FA3 default num_splits": "0, 1"}
 
 
-def test_the_first_build_that_miles_would_take(write: Write):  # noqa: F811
+def test_the_first_build_that_miles_would_take(write: Write):
     write({"sgl_kernel/flash_attn.py": "raise OSError\n", "sgl_kernel/__init__.py": "raise OSError\n"})
     assert flash_attention.interface() == "sgl_kernel.flash_attn"
     assert flash_attention.version() == "sgl_kernel.flash_attn of unknown version"
@@ -256,7 +253,7 @@ def test_the_first_build_that_miles_would_take(write: Write):  # noqa: F811
     assert "sgl_kernel" not in sys.modules and "flash_attn_3" not in sys.modules
 
 
-def test_a_build_without_the_argument_is_refused(write: Write):  # noqa: F811
+def test_a_build_without_the_argument_is_refused(write: Write):
     write({"flash_attn_interface.py": "def flash_attn_varlen_func(q, k, v): ...\n"})
     with pytest.raises(PinError, match="flash_attn_interface has no function that takes num_splits"):
         flash_attention.pin(MEGATRON)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stand_ins import Write, write  # noqa: F401
+from stand_ins import Write
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -61,11 +61,7 @@ def packed(model: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("dtype", "order"), [("fp32", "engine"), ("bf16", "engine"), ("bf16", "trainer")])
 def test_the_model_that_miles_builds_on_a_cpu_is_that_of_the_proof(
-    write: Write,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    dtype: str,
-    order: Any,
+    write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, order: Any
 ) -> None:
     """Sharded and packed, each sequence has the bits of the `hf` trainer, which scores each sequence alone."""
     contract = Contract(dtype=dtype, norm_order=order)
@@ -101,7 +97,7 @@ def sharded(model: Any, dtype: torch.dtype) -> Any:
     return fully_shard(model, **options)
 
 
-def test_a_registry_that_is_gone_is_refused(write: Write) -> None:  # noqa: F811
+def test_a_registry_that_is_gone_is_refused(write: Write) -> None:
     write({f"{fsdp_trainer.REGISTRY.replace('.', '/')}.py": ""})
     with pytest.raises(ContractError, match="has no register_model_instance_patch"):
         fsdp_trainer.align(Namespace(precision_policy=Namespace()), Contract())

@@ -113,7 +113,8 @@ def test_a_child_registers_the_embedded_host_anew(tmp_path: Path) -> None:
     importlib.import_module("lab.host")
     case = tmp_path / "test_case.py"
     case.write_text(
-        "import lab.host\nfrom mis_plugins.hosts.registry import every_host\ndef test_a():\n    assert 'embedded' in every_host()\n"
+        "import lab.host\nfrom mis_plugins.hosts.registry import every_host\n"
+        "def test_a():\n    assert 'embedded' in every_host()\n"
     )
     child = mutation.in_child(lambda: mutation.run_tests([str(case)]))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

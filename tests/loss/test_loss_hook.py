@@ -510,6 +510,29 @@ def test_sampling_support_that_no_sample_has_is_none_but_where_the_argument_of_m
         call(random_step(0), TIS, use_sampling_support_replay=True)
 
 
+def test_slimes_helper_is_asked_over_the_tokens_that_top_p_left(monkeypatch: pytest.MonkeyPatch):
+    """What slime makes of arguments and batch reaches its helper beside the sequences, and its log-probs are scored."""
+    handed: list[dict[str, Any]] = []
+
+    def helper(logits: Tensor, **given: Any) -> tuple[Tensor, dict]:
+        handed.append(given)
+        return torch.empty(0), host_helper(2 * logits, **given)
+
+    kept = lambda args, batch: {"kept": (args.rollout_top_p, batch["top_p"])}  # noqa: E731
+    module = sys.modules["slime.backends.megatron_utils.loss"]
+    monkeypatch.setattr(module, "get_log_probs_and_entropy", helper)
+    monkeypatch.setattr(module, "get_rollout_top_p_logprob_kwargs", kept)
+    step, carried = random_step(0), {"top_p": "ids"}
+    found = call(step, {}, "slime", carried=carried, rollout_top_p=0.8, entropy_coef=0.01)
+    (given,) = handed
+    assert given["args"].rollout_top_p == 0.8 and given["kept"] == (0.8, "ids") and given["with_entropy"]
+    assert all(given[name] == step.batch()[name] for name in ("total_lengths", "response_lengths"))
+    assert given.keys() == {"args", "kept", "with_entropy", "unconcat_tokens", "total_lengths", "response_lengths"}
+    doubled = [dataclasses.replace(x, target=[2 * p for p in x.target]) for x in step.responses]
+    plain = call(Step(doubled, step.behavior), {}, entropy_coef=0.01)
+    assert same_bytes(found.loss, plain.loss) and torch.equal(found.gradient, 2 * plain.gradient)
+
+
 def of_length(count: int) -> Callable[[list[Tensor]], list[Tensor]]:
     """Gives the third sequence so many tokens, all 1."""
     return lambda rows: [*rows[:2], rows[2].new_ones(count), *rows[3:]]
@@ -1127,12 +1150,7 @@ def flat_call(sequences: int) -> Callable[[], Tensor]:
     return lambda: mis.policy_loss(args, batch, logits, reduce)[0]
 
 
-@pytest.mark.parametrize("config", [None, {}, {"weight": None}])
-def test_a_loss_that_nothing_corrects_is_told(config: dict | None, caplog: pytest.LogCaptureFixture):
-    call(random_step(6), mis=config)
-    assert "policy_loss weighs and rejects nothing, since nothing says how to correct (looked" in caplog.text
-
-
+UNCORRECTED: list[dict] = [{"mis": None}, {"mis": {}}, {"mis": {"weight": None}}]
 CURED = [
     {"mis": {"metrics": "full"}},
     {"mis": {"opsm": {"delta": 0.1}}},
@@ -1143,10 +1161,13 @@ CURED = [
 ]
 
 
-@pytest.mark.parametrize("settings", CURED)
-def test_a_run_that_watches_or_has_another_cure_is_not_told_so(settings: dict, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("settings", UNCORRECTED + CURED)
+def test_a_loss_that_nothing_corrects_is_told_unless_the_run_watches_or_has_another_cure(
+    settings: dict, caplog: pytest.LogCaptureFixture
+):
     call(random_step(6), **settings)
-    assert "weighs and rejects nothing" not in caplog.text
+    nothing = "policy_loss weighs and rejects nothing, since nothing says how to correct (looked"
+    assert (nothing in caplog.text) == ("weighs and rejects nothing" in caplog.text) == (settings in UNCORRECTED)
 
 
 CORRECTIONS: list[dict] = [
@@ -1195,18 +1216,6 @@ def test_operators_do_not_grow_with_sequences():
     few, many = (tallies.tally(flat_call(n)) for n in (4, 32))
     assert few.operators == many.operators
     assert not many.waits
-
-
-def test_recompute_gives_the_same_bits():
-    """Both hosts can checkpoint the loss function: forward runs twice, the second time inside the backward."""
-    step, args = random_step(6), flags(mis=KEPT | {"opsm": {"delta": 0.05}})
-    batch, answers = step.batch(), []
-    for recompute in (False, True):
-        logits = torch.cat(step.rows("target")).requires_grad_()
-        call_it = lambda x: mis.policy_loss(args, batch, x, reducer(batch, "miles"))[0]  # noqa: E731
-        loss = checkpoint(call_it, logits, use_reentrant=False) if recompute else call_it(logits)
-        answers.append((loss.detach(), torch.autograd.grad(loss, logits)[0]))
-    assert all(map(same_bytes, *answers))
 
 
 # ------------------------------------------------------------------------------------ the embedded host, over ranks

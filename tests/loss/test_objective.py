@@ -177,14 +177,6 @@ def test_a_ratio_on_its_bound_is_inside(terms: tuple[str, str]):
     assert not term.clipped.any()
 
 
-@pytest.mark.parametrize("terms", EVERY_TERM)
-def test_masked_tokens_have_no_loss(terms: tuple[str, str]):
-    """By themselves, whatever the host's average does with them."""
-    batch = random_responses(3)
-    loss, mask = term_of(batch, Spec(*terms)).loss, flat(batch, "mask").bool()
-    assert not loss[~mask].any() and loss[mask].any() and not mask.all()
-
-
 def test_without_an_advantage_nothing_is_held_back():
     """The clip takes a gradient only where A has one."""
     ratio = torch.tensor([0.1, 9.0])
@@ -245,16 +237,6 @@ def test_unbiased_kl_is_the_kl():
 
 
 # ------------------------------------------------------------------------------------------------------ identities
-
-
-@pytest.mark.parametrize("surrogate", ["dppo_tv", "dppo_kl"])
-def test_dppo_on_policy_is_reinforce(surrogate: str):
-    """Nothing has moved at the first step: the value and the gradient are those of -A log pi_theta."""
-    batch = [replace(x, old=x.target) for x in random_responses(3)]
-    term, gradient = learned(batch, Spec(surrogate, low=1e-9, high=1e-9))
-    plain, plain_gradient = learned(batch, Spec("reinforce"))
-    assert same_bytes(term.loss, plain.loss) and same_bytes(gradient, plain_gradient)
-    assert not term.clipped.any() and not plain.clipped.any()
 
 
 @pytest.mark.parametrize("surrogate", ["dppo_tv", "ipo"])

@@ -94,15 +94,6 @@ def test_equal_norms_leave_the_group_mean() -> None:
     assert (ours(batch, weigh=False) - expected).abs().max() <= float64_atol(2.0, 6)
 
 
-def test_a_response_that_is_alone_or_longer_keeps_its_return() -> None:
-    batch = [
-        Response([0.0, 0.0, 1.0], [-1.0] * 3, [0.3] * 3, [1.0] * 3, [True] * 3, 0),
-        Response([1.0], [-1.0], [0.3], [1.0], [True], 0),
-        Response([2.0], [-1.0], [0.3], [1.0], [True], 1),
-    ]
-    assert ours(batch).tolist() == [0.0, 1.0, 1.0, 0.0, 2.0]
-
-
 def test_tokens_that_were_certain_have_no_gradient_and_no_baseline() -> None:
     batch = [Response([reward], [0.0], [1.0], [1.0], [True], 0) for reward in (1.0, 0.0)]
     assert ours(batch).tolist() == [1.0, 0.0]

@@ -126,79 +126,78 @@ def test_folders_that_hold_the_same_rollout_are_told(write: Callable[..., None],
     assert " and ".join(folders) in told["verdict"]["parts"]["Read as one run"]
 
 
+def rows_of(values: Sequence[Any], start: int = 0, name: str = "kl_k3", **more: Any) -> list[dict[str, Any]]:
+    """Rows of a log that hold a number at each step from `start` on."""
+    return [{"step": step, name: value} | more for step, value in enumerate(values, start)]
+
+
+def write_log(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "metrics.jsonl"
+
+
+def judged(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The verdict on a log of these rows alone."""
+    return reported(write_log(folder, rows))[1]["verdict"]
+
+
 @pytest.mark.parametrize("text", ["NaN", "Infinity"])
 def test_a_number_that_wandb_writes_as_text_is_read(text: str, tmp_path: Path) -> None:
-    rows = [{"step": step, "kl_k3": 0.001} for step in range(9)] + [{"step": 9, "kl_k3": text}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, told = reported(tmp_path / "metrics.jsonl")
-    assert code == 0 and told["verdict"]["level"] != CALM and "at step 9" in told["verdict"]["headline"]
+    verdict = judged(tmp_path, rows_of([*[0.001] * 9, text]))
+    assert verdict["measured"] and verdict["level"] != CALM and "at step 9" in verdict["headline"]
 
 
-def logged_at(values: Sequence[float], start: int = 0) -> list[str]:
-    """Lines of a log whose kl_k3 at each step from `start` on is given."""
-    return [json.dumps({"step": step, "kl_k3": x}) for step, x in enumerate(values, start)]
-
-
-RESTARTED = [*[1e-3] * 60, *[0.2] * 30]  # a run that is started again from step 50
+RESTARTED = rows_of([*[1e-3] * 60, *[0.2] * 30])  # a run that is started again from step 50
 
 
 @pytest.mark.parametrize("steps", [30, 50])
 def test_a_run_that_starts_anew_is_judged_by_its_last_start_and_tells_the_first(steps: int, tmp_path: Path) -> None:
-    rows = [*logged_at(RESTARTED), *logged_at([1e-3] * steps, 50)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
-    _, told = reported(tmp_path / "metrics.jsonl")
-    verdict = told["verdict"]
+    verdict = judged(tmp_path, [*RESTARTED, *rows_of([1e-3] * steps, 50)])
     before = "Beyond its limit before: kl_k3 is 0.2, above 0.01, at step 60 (30 of "
     assert verdict["level"] == WATCH and verdict["headline"].startswith(before)
     assert "numbers of 40 steps from step 50 on give way to later rows" in verdict["parts"]["Logged again"]
 
 
-def test_two_names_of_a_number_are_no_new_start(tmp_path: Path) -> None:
-    """The hook's mean and the step's own number have rows of their own, as tensorboard writes them."""
-    rows = [{"step": step, name: 1e-3} for name in ("train/mis_step/kl_k3", "train/mis_k3_kl") for step in range(9)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    _, told = reported(tmp_path / "metrics.jsonl")
-    assert told["verdict"]["level"] == CALM and "Logged again" not in told["verdict"]["parts"]
-
-
 @pytest.mark.parametrize("name", ["mis_kept_fraction", "mis_ess_mb", "mis_step/ess"])
 def test_a_correction_that_leaves_little_is_told_by_our_hooks_names(name: str, tmp_path: Path) -> None:
-    rows = [{"step": step, "train/mis_k3_kl": 1e-3, f"train/{name}": 0.02} for step in range(9)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    _, told = reported(tmp_path / "metrics.jsonl")
-    assert told["verdict"]["level"] == WATCH and "is 0.02, below 0.5, at step 8" in told["verdict"]["headline"]
+    rows = [row | {f"train/{name}": 0.02} for row in rows_of([1e-3] * 9, name="train/mis_k3_kl")]
+    verdict = judged(tmp_path, rows)
+    assert verdict["level"] == WATCH and "is 0.02, below 0.5, at step 8" in verdict["headline"]
+
+
+CALM_LOGS = {
+    "rows of their own for two names of a number, as tensorboard writes them": [
+        row for name in ("train/mis_step/kl_k3", "train/mis_k3_kl") for row in rows_of([1e-3] * 9, name=name)
+    ],
+    "rows of evaluations, which count by their own step": [
+        row | {"_step": place}
+        for place, row in enumerate(
+            row
+            for step in range(100)
+            for row in ({"train/step": step, "train/mis_k3_kl": 1e-3}, {"eval/step": step, "eval/score": 0.5})
+        )
+    ],
+    "a mapping beside the numbers of a row": rows_of([1e-3] * 9, data={"source": "gsm8k"}),
+}
+
+
+@pytest.mark.parametrize("rows", CALM_LOGS.values(), ids=CALM_LOGS)
+def test_the_log_of_a_calm_run_is_calm(rows: Sequence[Mapping[str, Any]], tmp_path: Path) -> None:
+    verdict = judged(tmp_path, rows)
+    assert verdict["level"] == CALM and "Logged again" not in verdict["parts"]
 
 
 def test_a_rise_below_the_limit_beside_calm_tokens_is_calm(tmp_path: Path) -> None:
     run = run_of_bf16(tmp_path / "run")
-    rows = [{"step": step, "kl_k3": 1e-4 if step < 40 else 2.2e-4} for step in range(60)]
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    _, told = reported(run)
-    assert told["verdict"]["level"] == CALM
-
-
-def test_rows_of_an_evaluation_count_by_its_own_step(tmp_path: Path) -> None:
-    rows: list[dict[str, float]] = []
-    for step in range(100):
-        rows.append({"train/step": step, "train/mis_k3_kl": 1e-3, "_step": len(rows)})
-        rows.append({"eval/step": step, "eval/score": 0.5, "_step": len(rows)})
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    _, told = reported(tmp_path / "metrics.jsonl")
-    assert told["verdict"]["level"] == CALM
+    write_log(run, rows_of([*[1e-4] * 40, *[2.2e-4] * 20]))
+    assert reported(run)[1]["verdict"]["level"] == CALM
 
 
 def test_a_log_that_goes_back_at_each_row_costs_little(tmp_path: Path) -> None:
     rows = [{"step": step, "kl_k3": 1e-3} for step in (*range(3000), *range(2998, -1, -1))]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_log(tmp_path, rows)
     (log,) = find([tmp_path], Problems()).read_curves(Problems())
     assert len(log.replaced) < len(rows)
-
-
-def test_a_mapping_beside_the_numbers_of_a_row_hides_none(tmp_path: Path) -> None:
-    rows = [{"step": step, "kl_k3": 1e-3, "data": {"source": "gsm8k"}} for step in range(9)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    _, told = reported(tmp_path / "metrics.jsonl")
-    assert told["verdict"]["level"] == CALM
 
 
 def test_the_files_that_one_run_of_tensorboard_writes_are_one_curve(tmp_path: Path) -> None:
@@ -213,16 +212,15 @@ def test_a_log_of_more_steps_than_the_budget_is_not_read_to_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mis_plugins.report.readers.curves.STEPS", replace(STEPS, base=50))
-    (tmp_path / "metrics.jsonl").write_text("\n".join(logged_at(RESTARTED)))
-    _, told = reported(tmp_path / "metrics.jsonl")
-    assert told["verdict"]["level"] == WATCH and told["verdict"]["headline"].startswith("Not read to the end: ")
+    verdict = judged(tmp_path, RESTARTED)
+    assert verdict["level"] == WATCH and verdict["headline"].startswith("Not read to the end: ")
 
 
 def test_calm_tokens_beside_a_curve_that_is_not_are_never_calm(tmp_path: Path) -> None:
     run = run_of_bf16(tmp_path / "run")
     for name in ("a", "b"):
         (run / name).mkdir()
-        (run / name / "metrics.jsonl").write_text("\n".join(logged_at(RESTARTED)))
+        write_log(run / name, RESTARTED)
     code, told = reported(run, "--watch")
     parts = told["verdict"]["parts"]
     assert (code, told["verdict"]["level"]) == (3, ALARM)
@@ -282,8 +280,7 @@ def test_a_file_that_the_run_still_writes_raises_no_alarm(
     if kind == "an empty file":
         (run / "next.jsonl").write_text("")
     if kind == "curves":
-        rows = [json.dumps({"step": step, "kl_k3": 1e-4}) + "\n" for step in range(300)]
-        (run / "good.jsonl").write_text("".join(rows) + " " * 60)
+        (run / "good.jsonl").write_text(write_log(tmp_path, rows_of([1e-4] * 300)).read_text() + "\n" + " " * 60)
     (run / "good.jsonl").write_text((run / "good.jsonl").read_text().rstrip()[: -10 if kind == "curves" else -39])
 
     def sleep(_: float) -> None:
@@ -1144,9 +1141,8 @@ def test_a_key_of_another_thing_is_no_misspelling(needed: str, key: str) -> None
 
 
 def test_numbers_without_a_step_are_told_with_the_names_of_steps(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "train/mis_k3_kl": 0.3}\n')
-    code, made = reported(tmp_path / "metrics.jsonl")
-    assert code == 2 and "name it by one of rollout, step" in made["verdict"]["headline"]
+    verdict = judged(tmp_path, [{"epoch": 1, "train/mis_k3_kl": 0.3}])
+    assert not verdict["measured"] and "name it by one of rollout, step" in verdict["headline"]
 
 
 @pytest.mark.parametrize("every", ["-1", "nan", "inf"])
