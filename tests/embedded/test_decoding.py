@@ -15,10 +15,15 @@ FREE = Sampling(LENGTH, 1.0, eos=-1)
 PROMPTS = [(1, 2, 3), (4, 5, 6, 7, 8, 11), (2,), (9, 9, 9, 9)]
 
 
-def engine(seed: int) -> DecodeEngine:
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """Weights of policies that are far from uniform and from each other."""
+    drawn = initial_weights(CONFIG, version)
+    return {name: 8 * one if one.dim() == 2 else one for name, one in drawn.items()}
+
+
+def engine(version: int) -> DecodeEngine:
     built = DecodeEngine(CONFIG, "fp32")
-    weights = initial_weights(CONFIG, seed)
-    built.update_weights({name: 8 * one if one.dim() == 2 else one for name, one in weights.items()}, seed)
+    built.update_weights(weights(version), version)
     return built
 
 
