@@ -29,9 +29,7 @@ def batch_of(dtype: torch.dtype = torch.float32) -> Batch:
         ([-0.5, 0.0, -1.5, -0.7, -2.0], [-0.75, 0.0, -1.0, -0.5, -2.5], [1, 1, 0, 1, 1]),
         ([-1.0, -0.25], [-0.5, -0.5], [1, 1]),
     ]
-    made = make_batch(rows)
-    cast = lambda tensors: [x.to(dtype) for x in tensors]  # noqa: E731
-    return replace(made, proximal=cast(made.proximal), behavior=cast(made.behavior))
+    return make_batch(rows).to(dtype)
 
 
 def put(batch: Batch, side: str, places: list[int], value: float) -> Batch:

@@ -131,15 +131,10 @@ def test_masks_come_back_as_the_host_keeps_them(dtype: torch.dtype):
 def test_half_precision_is_cast_before_the_subtraction(dtype: torch.dtype, level: str):
     """-9.0 and -8.9375 in half precision: their exact difference, not one of 8 or 11 bits; exp(20) is finite."""
     batch = make_batch([([-9.0, -0.001], [-8.9375, -20.0], [1, 1]), ([-9.0], [-8.9375], [1])])
-    half = Batch(
-        [x.to(dtype) for x in batch.proximal], [x.to(dtype) for x in batch.behavior], batch.loss_masks, batch.prompts
-    )
+    half = batch.to(dtype)
     config = {"weight": {"level": level, "bound": "mask", "upper": 1e8, "lower": 1e-8}}
-    single = Batch(
-        [x.float() for x in half.proximal], [x.float() for x in half.behavior], half.loss_masks, half.prompts
-    )
     outcome = run(half, config)
-    assert_same_bytes(outcome, run(single, config))
+    assert_same_bytes(outcome, run(half.to(torch.float32), config))
     assert outcome.weights[1].item() == pytest.approx(math.exp(-0.0625), rel=4 * EPS)
 
 
@@ -264,10 +259,7 @@ def test_five_metrics_where_the_step_hook_logs_the_others(settings: dict, handed
     assert told > FIVE
 
 
-def test_watch_without_the_step_hook_says_once_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, said_once: Callable[[], list[str]]
-):
-    monkeypatch.setattr(mis, "RECORDER", Recorder())
+def test_watch_without_the_step_hook_says_once_what_is_missing(said_once: Callable[[], list[str]]):
     for _ in range(2):
         call(ratio_batch([[0.5, 3.0]]), {"weight": {}, "metrics": "watch"})
     (said,) = said_once()
