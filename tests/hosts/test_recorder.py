@@ -20,7 +20,6 @@ from batches import Batch, make_batch, ratio_batch
 from launch import run_ranks
 from stand_in_hosts import LAYOUTS
 from test_partials import corrected
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lab import tallies
 from mis_plugins.config.model import CorrectionConfig
@@ -34,7 +33,7 @@ from mis_plugins.hosts.step_report import Recorded, Recorder
 from mis_plugins.metrics.partials import partials, watch
 from mis_plugins.metrics.sequences import multiplies
 from mis_plugins.packing.layout import whole, zigzag
-from mis_plugins.packing.ragged import Ragged, Ranks
+from mis_plugins.packing.ragged import Ranks
 
 ARGS = SimpleNamespace(rollout_batch_size=4, n_samples_per_prompt=4, global_batch_size=8)
 EVERYTHING = {"weight": {"upper": 2.0}, "metrics": "all"}
@@ -84,16 +83,6 @@ def test_a_step_is_reported_at_the_next(tracked: list[Mapping[str, float]]):
     assert logged["train/mis_step/ratio_max"] == pytest.approx(4.0)
     assert logged["train/mis_step/weight_max"] == 2.0
     assert logged["train/mis_step/loss_original_denominator"] == pytest.approx(5 / 3)
-
-
-def test_each_step_is_reported_once_and_the_last_by_flush(tracked: list[Mapping[str, float]]):
-    recorder = Recorder()
-    for step, ratio in enumerate([2.0, 1.0]):
-        recorder.report(ARGS, 0, step)
-        recorder.record(micro_batch([[ratio]], EVERYTHING))
-    recorder.flush(ARGS)
-    recorder.flush(ARGS)
-    assert [(row["train/step"], row["train/mis_step/ratio_mean"]) for row in tracked] == [(0, pytest.approx(2)), (1, 1)]
 
 
 BOUNDED = ("ratio", "k1", "k2", "k3", "binary_kl", "abs_prob_diff")
@@ -398,17 +387,6 @@ def test_operators_do_not_grow_with_the_sequences_and_none_waits(name: str):
     assert counts[0][0] <= 190, "of the 261 of metrics: all, the rest being the hook's own"
     assert counts[0][1] <= 10, "beside those of metrics: full"
     assert counts[0][2] <= counts[0][1] + 18, "the same, in one step of ten rollouts"
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_fake_tensors_can_be_recorded(name: str):
-    """They have no values: whatever would wait for the device raises."""
-    config = from_mapping(CONFIGS[name] | {"metrics": "all"})
-    with FakeTensorMode():
-        ragged = Ragged(torch.zeros(5, dtype=torch.long), torch.ones(12, dtype=torch.bool))
-        c = correct(torch.zeros(12), torch.zeros(12), ragged, config)
-        partials(c, torch.zeros(12), torch.zeros(12, dtype=torch.long)).merge(partials(c))
-        watch(c)
 
 
 # ------------------------------------------------------------------------------------------------------------- ranks

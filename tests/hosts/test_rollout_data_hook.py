@@ -142,17 +142,20 @@ def test_a_newer_rollout_refuses_the_older_mean(trains: int, refused: bool):
         assert weights(host_args(mis=ROLLOUT))[0] == 0.5
 
 
-def test_a_mean_of_another_config_is_refused():
-    mis.normalize_rollout(host_args(mis=ROLLOUT), 3, rollout_data(BATCH))
-    other = {"weight": {"upper": 2.0, "normalize": {"scope": "rollout"}}}
-    with pytest.raises(InputError, match="the mean was computed under another config"):
-        weights(host_args(mis=other))
+OTHER = {"weight": {"upper": 2.0, "normalize": {"scope": "rollout"}}}
 
 
-def test_a_run_without_the_hook_reads_nothing_of_a_run_before():
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mis": OTHER}, "the mean was computed under another config"),
+        ({"mis": ROLLOUT, "rollout_data_postprocess_path": None}, "it was never computed"),
+    ],
+)
+def test_a_mean_of_another_config_or_of_a_run_before_is_refused(settings: dict[str, Any], said: str):
     mis.normalize_rollout(host_args(mis=ROLLOUT), 3, rollout_data(BATCH))
-    with pytest.raises(InputError, match="it was never computed"):
-        weights(host_args(mis=ROLLOUT, rollout_data_postprocess_path=None))
+    with pytest.raises(InputError, match=said):
+        weights(host_args(**settings))
 
 
 def test_older_counts_are_not_used_and_this_is_said(said_once: Callable[[], list[str]]):
