@@ -87,3 +87,10 @@ def test_responses_of_different_lengths_go_on_together() -> None:
     for one in (long, short):
         ((tokens, _),) = drawn(OLD.begin([one], FREE)).values()
         assert together[one.number][0] == tokens
+
+
+def test_a_step_says_which_responses_it_ended() -> None:
+    decoding = OLD.begin([Unfinished(7, (1,), (2,) * (LENGTH - 1), 0), Unfinished(8, (1,), (), 0)], FREE)
+    step = decoding.step()
+    assert (step.numbers, step.ended) == ([7, 8], [True, False])
+    assert decoding.step().numbers == [8] and [one.number for one in decoding.unfinished] == [8]

@@ -1,6 +1,7 @@
 """Responses while they grow: each token keeps what it was sampled with, and waits for the score of the next version."""
 
 import itertools
+import math
 from typing import cast
 
 import pytest
@@ -54,10 +55,28 @@ def test_runs_partition_the_response(history: list[tuple[int, int, bool]]):
     assert all(start < stop for _, start, stop in runs)
 
 
+@given(histories(), st.integers(0, 6))
+def test_stored_once_and_only_where_asked(history: list[tuple[int, int, bool]], version: int):
+    response = grown(history)
+    positions = response.lacking(version)
+    assert positions == [i for i, v in enumerate(response.versions) if v == version]
+    after = response.stored(positions, [-0.5 - i for i in positions])
+    assert after.lacking(version) == []
+    for i, (before, now) in enumerate(zip(response.recomputed, after.recomputed, strict=True)):
+        assert now == (-0.5 - i if i in positions else before)
+
+
 def test_storing_twice_is_a_bug_of_ours():
     response = grown([(3, 1, False)]).stored([0], [-1.0])
     with pytest.raises(AssertionError):
         response.stored([0], [-2.0])
+
+
+def test_tensors():
+    written = grown([(1, 1, False), (-1, 1, False), (2, 1, False)]).stored([0], [-0.25]).written(4)
+    assert written.versions.tolist() == [1, -1, 2] and written.current == 4
+    stored = written.recomputed.tolist()
+    assert stored[0] == -0.25 and all(math.isnan(x) for x in stored[1:])
 
 
 def test_versions_never_go_back():
