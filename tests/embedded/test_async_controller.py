@@ -9,27 +9,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from teacher_forcing import teacher_forced
+from test_decoding import CONFIG, engine, weights
+from test_decoding import PROMPTS as FOUR_PROMPTS
 from tolerances import FP32_LOG_PROB
 
 from lab.host.asynchronous import controller as controller_module
 from lab.host.asynchronous.controller import Controller, PauseMode, Settings, Tally, Wanted
 from lab.host.asynchronous.response import Response
 from lab.host.asynchronous.update_hooks import HookError, Point
-from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Drawn, Sampling
-from lab.host.model.engine import DecodeEngine
-from lab.host.model.model import initial_weights
 from mis_plugins.errors import InputError
 
-CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48)
 LENGTH, ROLLOUTS = 8, 5
-PROMPTS = [(1, 2, 3), (4, 5, 6, 7, 8, 11), (2,), (9, 9, 9, 9), (3, 3), (7, 1)]
-
-
-def weights(version: int) -> dict[str, torch.Tensor]:
-    """Weights of policies that are far from uniform and from each other."""
-    drawn = initial_weights(CONFIG, version)
-    return {name: 8 * one if one.dim() == 2 else one for name, one in drawn.items()}
+PROMPTS = [*FOUR_PROMPTS, (3, 3), (7, 1)]
 
 
 def wanted(rollout: int) -> list[Wanted]:
@@ -67,12 +59,6 @@ def until(ready: Callable[[], object], limit_s: float = 60.0) -> None:
     while not ready():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-
-
-def engine(version: int) -> DecodeEngine:
-    built = DecodeEngine(CONFIG, "fp32")
-    built.update_weights(weights(version), version)
-    return built
 
 
 def generated(rollout: int, version: int = 0) -> list[tuple[int, ...]]:

@@ -11,23 +11,28 @@ from lab.host.model.engine import DecodeEngine
 from lab.host.model.model import initial_weights
 
 CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48)
-EOS, LENGTH = 10, 9
+LENGTH = 9
 FREE = Sampling(LENGTH, 1.0, eos=-1)
 PROMPTS = [(1, 2, 3), (4, 5, 6, 7, 8, 11), (2,), (9, 9, 9, 9)]
 
 
-def engine(seed: int) -> DecodeEngine:
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """Weights of policies that are far from uniform and from each other."""
+    drawn = initial_weights(CONFIG, version)
+    return {name: 8 * one if one.dim() == 2 else one for name, one in drawn.items()}
+
+
+def engine(version: int) -> DecodeEngine:
     built = DecodeEngine(CONFIG, "fp32")
-    weights = initial_weights(CONFIG, seed)
-    built.update_weights({name: 8 * one if one.dim() == 2 else one for name, one in weights.items()}, seed)
+    built.update_weights(weights(version), version)
     return built
 
 
 OLD, NEW = engine(0), engine(1)
 
 
-def begun(built: DecodeEngine, sampling: Sampling = FREE) -> Decoding:
-    return built.begin([Unfinished(i, prompt, (), 5 + i) for i, prompt in enumerate(PROMPTS)], sampling)
+def begun(built: DecodeEngine) -> Decoding:
+    return built.begin([Unfinished(i, prompt, (), 5 + i) for i, prompt in enumerate(PROMPTS)], FREE)
 
 
 def drawn(decoding: Decoding, steps: int | None = None) -> dict[int, tuple[list[int], list[float]]]:
@@ -48,15 +53,6 @@ def scored(built: DecodeEngine, number: int, tokens: list[int]) -> torch.Tensor:
     return score
 
 
-def test_resumed_from_its_tokens_a_response_is_the_same() -> None:
-    whole, parts = drawn(begun(OLD)), begun(OLD)
-    first = drawn(parts, 4)
-    resumed = OLD.begin(parts.unfinished, FREE)
-    for number, (tokens, log_probs) in drawn(resumed).items():
-        assert first[number][0] + tokens == whole[number][0]
-        assert log_probs == pytest.approx(whole[number][1][4:], abs=FP32_LOG_PROB)
-
-
 @pytest.mark.parametrize("keep_cache", [False, True])
 def test_every_token_is_drawn_by_the_weights_of_its_step(keep_cache: bool) -> None:
     """Up to the update by the old weights alone; after it by the new ones, unless the cache still holds the old."""
@@ -75,15 +71,6 @@ def test_every_token_is_drawn_by_the_weights_of_its_step(keep_cache: bool) -> No
         assert (torch.tensor(after[number][1]) - old[4:]).abs().max() > 0.01
 
 
-def test_a_cache_made_anew_is_what_a_resumed_response_makes() -> None:
-    """`retract` and `abort` differ in who keeps the tokens meanwhile, not in a bit of what comes of them."""
-    retracted, aborted = begun(OLD), begun(OLD)
-    drawn(retracted, 4)
-    drawn(aborted, 4)
-    by_cache = drawn(retracted.go_on(NEW.decoder, keep_cache=False))
-    assert by_cache == drawn(NEW.begin(aborted.unfinished, FREE))
-
-
 def test_a_cache_that_holds_nothing_yet_is_not_stale() -> None:
     decoding = begun(OLD).go_on(NEW.decoder, keep_cache=True)
     assert not decoding.stale_cache
@@ -92,20 +79,6 @@ def test_a_cache_that_holds_nothing_yet_is_not_stale() -> None:
     drawn(decoding, 1)
     twice = decoding.go_on(NEW.decoder, keep_cache=True).go_on(OLD.decoder, keep_cache=True)
     assert twice.stale_cache, "what went stale stays stale"
-
-
-def test_a_resumed_response_ends_where_it_would_have() -> None:
-    """At its first EOS, or at the limit, which counts the tokens that it began with."""
-    stopping = Sampling(LENGTH, 1.0, EOS)
-    responses = [Unfinished(i, PROMPTS[i % 4], (), i) for i in range(40)]
-    whole = drawn(OLD.begin(responses, stopping))
-    decoding = OLD.begin(responses, stopping)
-    first = drawn(decoding, 3)
-    rest = drawn(OLD.begin(decoding.unfinished, stopping))
-    joined = {number: first[number][0] + rest.get(number, ([], []))[0] for number in first}
-    assert joined == {number: tokens for number, (tokens, _) in whole.items()}
-    assert len({len(tokens) for tokens in joined.values()}) > 3
-    assert rest.keys() < first.keys(), "what had ended was not unfinished"
 
 
 def test_responses_of_different_lengths_go_on_together() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from test_local_loop import ALONE, micro_batch, records, run, settings
 from test_local_parallel import GRIDS, Grid, on_this_rank, recorded, relative, train, yaml  # noqa: F401
 from test_local_parallel import settings as grid_settings
+from test_local_true_on_policy import PUSHED
 from tolerances import EPS, FP32_LOG_PROB
 
 from lab.host.model.model import packed_logits
@@ -22,7 +23,6 @@ from lab.host.train.loss import custom_loss, policy_loss
 from mis_plugins.mis import drop_broken_samples
 
 RTOL = 1e-5  # what the project promises between layouts of ranks, relative
-FAILURES = "--advantage-estimator reinforce --reward-shift -1"  # a smoke run earns nothing: else there is no gradient
 OURS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 
 
@@ -154,7 +154,7 @@ def test_the_sample_filter_takes_broken_samples_out_of_the_loss(tmp_path: Path) 
     """Called once a rollout, whatever the ranks; what it removes has no valid token on any of them."""
     hooks = {"--rollout-sample-filter-path": "break_some", "--rollout-data-postprocess-path": "look_at_masks"}
     flags = " ".join(f"{flag} {__name__}.{name}" for flag, name in hooks.items())
-    assert run(f"{flags} {FAILURES} --context-parallel-size 2", tmp_path) == 0
+    assert run(f"{flags} {PUSHED} --context-parallel-size 2", tmp_path) == 0
     assert noted(tmp_path, "filter") == ["(4, {4}, [(0, 1), (1, 4)])"] * 3
     assert noted(tmp_path, "masks") == ["[1, 4]"] * 3
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in records(tmp_path))
@@ -172,7 +172,7 @@ def note_step(args: Namespace, rollout_id: int, step_id: int, model: Any, optimi
 def test_the_train_step_hook_is_called_once_the_gradients_are_zero(tmp_path: Path) -> None:
     """16 samples a rollout, 8 a step; the warm start is no training step of the host."""
     flag = f"--custom-megatron-before-train-step-hook-path {__name__}.note_step"
-    assert run(f"{flag} {FAILURES}", tmp_path) == 0
+    assert run(f"{flag} {PUSHED}", tmp_path) == 0
     steps = [(rollout, step, True, True, None) for rollout in range(3) for step in range(2)]
     assert noted(tmp_path, "steps") == [str(step) for step in steps]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_local_loop import numbers, records, run
 from test_local_parallel import strong_weights
+from test_local_true_on_policy import EXPERTS, PUSHED
 
 from lab.host.cli.arguments import parse_args
 from lab.host.folders import STEPS
@@ -21,10 +22,7 @@ from mis_plugins.config.loading import preset_path
 from mis_plugins.config.terms.divergence import k3
 from mis_plugins.errors import InputError
 
-EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --num-layers 3"
-# Failures push, so that parameters move although a policy that knows nothing earns nothing.
-PUSHED = "--advantage-estimator reinforce --reward-shift -1"
-R3 = f"{EXPERTS} {PUSHED} --use-rollout-routing-replay"
+R3 = f"{EXPERTS} --num-layers 3 {PUSHED} --use-rollout-routing-replay"
 WATCHED = "--custom-megatron-before-log-prob-hook-path mis_plugins.mis.watch_routes"
 HOOK = "--use-tis --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 RAISES = "weight: {level: token, bound: truncate, upper: 2.0}, routing: {on_fault: raise}"

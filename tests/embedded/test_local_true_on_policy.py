@@ -17,6 +17,7 @@ from mis_plugins.mis import Answer, compute_mis_weights_with_cp
 
 # Failures push, so that parameters move although a policy that knows nothing earns nothing.
 PUSHED = "--advantage-estimator reinforce --reward-shift -1"
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 CONFIGS = {
     "TIS": "{metrics: full, weight: {level: token, bound: truncate, upper: 2.0}}",
     "MIS": "{metrics: full, weight: {level: token, bound: mask, lower: 0.99, upper: 1.01}}",
@@ -68,6 +69,8 @@ def weights(output: Path) -> dict[str, bytes]:
         "--rollout-engine local --context-parallel-size 2",
         "--rollout-engine hf --data-parallel-size 2 --rollout-temperature 0.7",
         "--rollout-engine hf --no-qk-layernorm",
+        f"--rollout-engine local --context-parallel-size 2 {EXPERTS}",
+        f"--rollout-engine hf {EXPERTS}",
     ],
 )
 def test_every_log_prob_is_the_trainers_where_stock_kernels_differ(flags: str, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -29,9 +28,7 @@ def batch_of(dtype: torch.dtype = torch.float32) -> Batch:
         ([-0.5, 0.0, -1.5, -0.7, -2.0], [-0.75, 0.0, -1.0, -0.5, -2.5], [1, 1, 0, 1, 1]),
         ([-1.0, -0.25], [-0.5, -0.5], [1, 1]),
     ]
-    made = make_batch(rows)
-    cast = lambda tensors: [x.to(dtype) for x in tensors]  # noqa: E731
-    return replace(made, proximal=cast(made.proximal), behavior=cast(made.behavior))
+    return make_batch(rows).to(dtype)
 
 
 def put(batch: Batch, side: str, places: list[int], value: float) -> Batch:
@@ -84,25 +81,6 @@ def test_a_stand_in_on_both_sides_is_no_agreement():
     found = run(batch, {"weight": {"upper": 2.0}})
     assert found.weights[0][0] == 0 and found.weights[0][1] == 1
     assert found.metrics["mis_k3_kl"][0].max() < 1
-
-
-def fsdp(batch: Batch) -> tuple:
-    kwargs: dict[str, Any] = {**batch.hook_kwargs(), "parallel_state": one_rank()}
-    loss, masks, metrics = mis.compute_mis_weights_fsdp(host_args(mis=CONFIG), **kwargs)
-    return loss, *masks, *metrics.values()
-
-
-def lists(batch: Batch) -> tuple:
-    weights, masks, metrics = mis.compute_mis_weights(host_args(mis=CONFIG), **batch.lists())
-    assert weights is not None
-    return (*weights, *masks, *(row for rows in metrics.values() for row in rows))
-
-
-@pytest.mark.parametrize("hook", [fsdp, lists])
-@pytest.mark.parametrize("value", STAND_INS)
-def test_the_other_hooks_of_lists(hook: Any, value: float):
-    found, expected = (hook(put(batch_of(), "behavior", [0, 3], x)) for x in (value, math.nan))
-    assert all(map(same_bytes, found, expected))
 
 
 @pytest.mark.parametrize("metrics", ["watch", "all"])

@@ -22,7 +22,6 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import routing
 from mis_plugins.hosts.needs import HOOKS, NeedError
 from mis_plugins.hosts.registry import current
-from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.hosts.versions import generate
 from true_on_policy import hosts as bitwise
 from true_on_policy.contract.cpu import Contract
@@ -54,8 +53,7 @@ def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bod
 
 
 @pytest.fixture(autouse=True)
-def fresh_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mis, "RECORDER", Recorder())
+def fresh_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bitwise, "COMPARISON", Comparison())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mis_plugins import mis
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.batch import check_lengths
-from mis_plugins.packing.layout import whole, zigzag
+from mis_plugins.packing.layout import Layout, whole, zigzag
 
 Counts = Sequence[int | None]
 MASK, TRAIN, ROLLOUT = "loss_masks", "train_log_probs", "rollout_log_probs"
@@ -24,8 +24,10 @@ def of(counts: Counts) -> list[Tensor | None]:
     return [None if count is None else torch.full((count,), -1.0) for count in counts]
 
 
-def lists(mask: Counts, train: Counts, rollout: Counts) -> dict[str, Any]:
-    return dict(zip((MASK, TRAIN, ROLLOUT), map(of, (mask, train, rollout)), strict=True))
+def handed(*counts: Counts, **stated: Sequence[Any]) -> dict[str, Any]:
+    """Three lists, and what a host hands with them where it states lengths."""
+    alone = {"pg_loss": torch.ones(sum(stated["response_lengths"])), "parallel_state": one_rank()} if stated else {}
+    return {**dict(zip((MASK, TRAIN, ROLLOUT), map(of, counts), strict=True)), **alone, **stated}
 
 
 CASES = [
@@ -56,7 +58,7 @@ def assert_told(error: str, message: str, here: Sequence[tuple[str, int | None]]
 def test_lists_with_and_without_a_host_whatever_the_lengths_it_states(
     mask: Counts, train: Counts, rollout: Counts, message: str, response_lengths: list[int], hook: str
 ):
-    given = lists(mask, train, rollout)
+    given = handed(mask, train, rollout)
     if hook != "compute_mis_weights":  # which is told no lengths
         given |= {"response_lengths": response_lengths, "total_lengths": [n + 3 for n in response_lengths]}
         given |= {"pg_loss": torch.ones(8), "parallel_state": one_rank()}
@@ -71,26 +73,27 @@ def test_lists_with_and_without_a_host_whatever_the_lengths_it_states(
         assert_told(str(caught.value), message, [(MASK, mask[i]), (TRAIN, train[i]), (ROLLOUT, rollout[i])])
 
 
-def test_a_sequence_without_a_loss_mask_and_lengths_that_alone_are_wrong():
-    lists = {TRAIN: of([5, 3]), ROLLOUT: of([5, 3])}
-    with pytest.raises(InputError, match=r"^loss_masks\[0\]: None; sequence 0 came without loss masks"):
-        check_lengths(of([None, 3]), lists, whole([5, 3]))
-    with pytest.raises(InputError, match=r"^response_lengths\[1\]: 4 tokens, but sequence 1 has 3 \(loss_masks 3, tr"):
-        check_lengths(of([5, 3]), lists, whole([5, 4]))
+# Counts of the loss mask and of each side's log-probs, what the host states, and the error.
+SWAPPED = "it has the lengths of all sequences in another order"
+STATED: list[tuple[Counts, Counts | None, Counts, Layout, str]] = [
+    ([None, 3], [5, 3], [5, 3], whole([5, 3]), r"loss_masks\[0\]: None; sequence 0 came without loss masks"),
+    ([5, 3], [5, 3], [5, 3], whole([5, 4]),
+     r"response_lengths\[1\]: 4 tokens, but sequence 1 has 3 \(loss_masks 3, tr"),
+    ([6], None, [5], whole([5]), r"loss_masks\[0\]: .* sequence 0 has 5 "),
+    ([5], None, [4], whole([5]), r"rollout_log_probs\[0\]: .* sequence 0 has 5 "),
+    ([5, 3], [5, 3], [3, 5], whole([5, 3]), f".*{SWAPPED}"),
+    ([5, 3], [5, 3], [3, 4], whole([5, 3]), f"(?!.*{SWAPPED})"),
+    ([9], [9], [9], zigzag([12], [9], 2, 0), "train_log_probs, rollout_log_probs: the whole response of sequence 0"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mask", "rollout", "name"), [(6, 5, MASK), (5, 4, ROLLOUT)])
-def test_of_two_lists_the_stated_lengths_decide(mask: int, rollout: int, name: str):
-    with pytest.raises(InputError, match=rf"^{name}\[0\]: .* sequence 0 has 5 "):
-        check_lengths(of([mask]), {ROLLOUT: of([rollout])}, whole([5]))
-
-
-def test_swapped_sequences_are_told():
-    with pytest.raises(InputError, match="it has the lengths of all sequences in another order"):
-        check_lengths(of([5, 3]), {TRAIN: of([5, 3]), ROLLOUT: of([3, 5])}, whole([5, 3]))
-    with pytest.raises(InputError) as caught:
-        check_lengths(of([5, 3]), {TRAIN: of([5, 3]), ROLLOUT: of([3, 4])}, whole([5, 3]))
-    assert "order" not in str(caught.value)
+@pytest.mark.parametrize(("mask", "train", "rollout", "layout", "said"), STATED)
+def test_the_lengths_that_the_host_states_tell_which_list_is_wrong(
+    mask: Counts, train: Counts | None, rollout: Counts, layout: Layout, said: str
+):
+    given = {name: of(counts) for name, counts in ((TRAIN, train), (ROLLOUT, rollout)) if counts}
+    with pytest.raises(InputError, match=f"^{said}"):
+        check_lengths(of(mask), given, layout)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -131,12 +134,6 @@ def test_a_length_that_the_host_did_not_cut_by_is_named(more: int, padded: bool)
         check_lengths(of([9]), {TRAIN: held, ROLLOUT: held}, layout)
 
 
-def test_log_probs_that_the_host_did_not_cut_are_named():
-    whole_response = {TRAIN: of([9]), ROLLOUT: of([9])}
-    with pytest.raises(InputError, match=r"^train_log_probs, rollout_log_probs: the whole response of sequence 0"):
-        check_lengths(of([9]), whole_response, zigzag([12], [9], 2, 0))
-
-
 LENGTHS = {"total_lengths": [8, 6], "response_lengths": [5, 3], "max_seq_lens": [8, 8]}
 NUMBERS = ["total_lengths", "response_lengths", MASK, TRAIN, ROLLOUT, "max_seq_lens"]
 
@@ -145,7 +142,7 @@ NUMBERS = ["total_lengths", "response_lengths", MASK, TRAIN, ROLLOUT, "max_seq_l
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("hook", ["compute_mis_weights", "compute_mis_weights_with_cp", "compute_mis_weights_fsdp"])
 def test_a_list_of_more_or_fewer_sequences_is_named(hook: str, name: str, more: int):
-    given = lists([5, 3], [5, 3], [5, 3])
+    given = handed([5, 3], [5, 3], [5, 3])
     if hook == "compute_mis_weights_with_cp":
         given |= LENGTHS
     if hook != "compute_mis_weights":
@@ -158,41 +155,28 @@ def test_a_list_of_more_or_fewer_sequences_is_named(hook: str, name: str, more: 
     assert all(f"{other} " in str(caught.value) for other in (MASK, name))
 
 
-def test_several_lists_of_fewer_sequences_are_named():
-    given = lists([5, 3], [5], [5]) | LENGTHS | {"pg_loss": torch.ones(5), "parallel_state": one_rank()}
-    with pytest.raises(InputError, match=r"^train_log_probs, rollout_log_probs: 1 sequences, but the batch has 2 "):
-        mis.compute_mis_weights_with_cp(host_args(mis={"weight": {}}), **given)
-    with pytest.raises(InputError, match=r"^loss_masks, train_log_probs, rollout_log_probs: no two agree on the numb"):
-        mis.compute_mis_weights(host_args(mis={"weight": {}}), **lists([5, 3], [5], [5, 3, 4]))
+FIT = [[5, 3]] * 3
+PROMPTLESS = "sequence 1 has a prompt and 5 response tokens"
+WRONG = [
+    (handed([5, 3], [5], [5], **LENGTHS), r"train_log_probs, rollout_log_probs: 1 sequences, but the batch has 2 "),
+    (handed([5, 3], [5], [5, 3, 4]), "loss_masks, train_log_probs, rollout_log_probs: no two agree on the numb"),
+    *((handed(*FIT, **LENGTHS) | {name: [LENGTHS[name][0], length]},
+       rf"{name}\[1\]: got .*; expected a number of tokens") for name in LENGTHS for length in (None, "8", (8,))),
+    *((handed(*FIT) | {name: [torch.ones(n, device="meta") for n in (5, 3)]},
+       rf"{name}\[0\]: on meta, and the other lists are on cpu; move all lists of") for name in (MASK, TRAIN, ROLLOUT)),
+    # The prompt has one token; a response_length that is one too large leaves no prompt.
+    (handed(*[[5, 5]] * 3, total_lengths=[8, 6], response_lengths=[5, 6]),
+     r"response_lengths\[1\]: 6 tokens, but sequence 1 has 5 "),
+    (handed(*[[5, 5]] * 3, total_lengths=[8, 5], response_lengths=[5, 5]), rf"total_lengths\[1\]: 5, but {PROMPTLESS}"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("length", [None, "8", (8,)])
-@pytest.mark.parametrize("name", LENGTHS)
-def test_a_length_that_is_no_number_is_named(name: str, length: Any):
-    given = lists([5, 3], [5, 3], [5, 3]) | LENGTHS | {"pg_loss": torch.ones(8), "parallel_state": one_rank()}
-    given[name] = [LENGTHS[name][0], length]
-    with pytest.raises(InputError, match=rf"^{name}\[1\]: got .*; expected a number of tokens"):
-        mis.compute_mis_weights_with_cp(host_args(mis={"weight": {}}, qkv_format="bshd"), **given)
-
-
-@pytest.mark.parametrize("name", [MASK, TRAIN, ROLLOUT])
-def test_a_list_on_another_device_is_named(name: str):
-    given = lists([5, 3], [5, 3], [5, 3])
-    given[name] = [x.to("meta") for x in given[name]]
-    with pytest.raises(InputError, match=rf"^{name}\[0\]: on meta, and the other lists are on cpu; move all lists of"):
-        mis.compute_mis_weights(host_args(mis={"weight": {}}), **given)
-
-
-@pytest.mark.parametrize(("total", "stated", "told"), [
-    (6, 6, r"^response_lengths\[1\]: 6 tokens, but sequence 1 has 5 "),
-    (5, 5, r"^total_lengths\[1\]: 5, but sequence 1 has a prompt and 5 response tokens"),
-])  # fmt: skip
-def test_a_response_that_is_as_long_as_its_sequence(total: int, stated: int, told: str):
-    """The prompt has one token; a response_length that is one too large leaves no prompt."""
-    given = lists([5, 5], [5, 5], [5, 5]) | {"pg_loss": torch.ones(10), "parallel_state": one_rank()}
-    given |= {"total_lengths": [8, total], "response_lengths": [5, stated]}
-    with pytest.raises(InputError, match=told):
-        mis.compute_mis_weights_with_cp(host_args(mis={"weight": {}}), **given)
+@pytest.mark.parametrize(("given", "said"), WRONG)
+def test_lists_and_lengths_that_no_batch_has_are_named(given: dict[str, Any], said: str):
+    hook = mis.compute_mis_weights_with_cp if "pg_loss" in given else mis.compute_mis_weights
+    qkv_format = "bshd" if "max_seq_lens" in given else "thd"
+    with pytest.raises(InputError, match=f"^{said}"):
+        hook(host_args(mis={"weight": {}}, qkv_format=qkv_format), **given)
 
 
 def test_the_rollout_hook_names_the_hosts_own_list():

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drive import same_bytes
+from test_recorder import Cells
 
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
@@ -141,26 +142,10 @@ def test_a_group_that_tells_no_error_is_aborted(told: Exception | None):
     assert group.aborted == (told is None)
 
 
-class Dead(dist.ProcessGroup):
-    """A group whose sums fail: torch's own, or torchft's, which raises, or aborts with any numbers left there."""
-
-    def __init__(self, raises: bool):
-        super().__init__(0, 2)  # type: ignore[call-arg]
-        self.raises = raises
-
-    def allreduce(self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions) -> None:  # type: ignore[override]
-        if self.raises:
-            raise RuntimeError("Connection closed by peer")
-        tensors[0].fill_(7)
-
-    def errored(self) -> Exception | None:
-        return None if self.raises else RuntimeError("aborted")
-
-
-@pytest.mark.parametrize("raises", [True, False])
-def test_routes_of_the_survivor_are_told_alone(raises: bool, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("aborts", [True, False])
+def test_routes_of_the_survivor_are_told_alone(aborts: bool, caplog: pytest.LogCaptureFixture):
     counts = torch.tensor([1.0, 2.0])
-    assert _summed(counts, [Dead(raises)]).tolist() == [1.0, 2.0]
+    assert _summed(counts, [Cells(0, aborts)]).tolist() == [1.0, 2.0]
     assert caplog.text.count("a rank was lost") == 1
 
 

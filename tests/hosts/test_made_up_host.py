@@ -89,15 +89,6 @@ def test_policy_loss_and_step_report(logged: Sequence[Mapping[str, float]], monk
     assert loss.requires_grad
 
 
-def test_which_host_runs(logged: Sequence[Mapping[str, float]]):
-    assert registry.current() is registry.current(flags()) is MADE_UP
-    assert registry.current(flags(), reducer({"loss_masks": []}, "made_up")) is MADE_UP
-    del sys.modules["made_up"]
-
-    left = registry.current()
-    assert left is registry.HOSTS.get("embedded", unknown.HOST)
-
-
 def test_a_host_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A file beside the others that makes a record is all that the registry asks for."""
     known = {*registry.every_host(), "made-up"} - {"embedded"}

@@ -3,24 +3,23 @@
 import logging
 import math
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import slope_simulation as simulation
+import stand_in_hosts
 import torch
 import torch.distributed as dist
 from batches import Batch, make_batch, ratio_batch
 from launch import run_ranks
+from stand_in_hosts import LAYOUTS
 from test_partials import corrected
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lab import tallies
 from mis_plugins.config.model import CorrectionConfig
@@ -28,15 +27,13 @@ from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import tracking
-from mis_plugins.hosts.adapters.miles import NEEDS as MILES
-from mis_plugins.hosts.adapters.slime import SLIME
 from mis_plugins.hosts.batch import HostBatch
 from mis_plugins.hosts.rank_agreement import can_add_up
 from mis_plugins.hosts.step_report import Recorded, Recorder
 from mis_plugins.metrics.partials import partials, watch
 from mis_plugins.metrics.sequences import multiplies
 from mis_plugins.packing.layout import whole, zigzag
-from mis_plugins.packing.ragged import Ragged, Ranks
+from mis_plugins.packing.ragged import Ranks
 
 ARGS = SimpleNamespace(rollout_batch_size=4, n_samples_per_prompt=4, global_batch_size=8)
 EVERYTHING = {"weight": {"upper": 2.0}, "metrics": "all"}
@@ -77,32 +74,16 @@ def test_a_report_waits_for_a_thread_that_adds(take: Callable[[Recorder], None])
     assert not recorder.pending
 
 
-@dataclass
-class Tracking(ModuleType):
-    """Stands where slime's module does, and keeps what it is given."""
-
-    logged: list[dict] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__init__(SLIME.tracking.addresses[0].module)
-
-    def log(self, args: object, metrics: dict, step_key: str) -> None:
-        assert step_key in metrics
-        self.logged.append(metrics)
-
-
 @pytest.fixture
-def tracked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
-    module = Tracking()
-    monkeypatch.setitem(sys.modules, "slime", ModuleType("slime"))  # by which the registry finds the host's record
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    yield module.logged
+def tracked(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, float]]:
+    """What slime's tracking gets."""
+    return stand_in_hosts.load(LAYOUTS["slime"], monkeypatch).logged
 
 
 # ------------------------------------------------------------------------------------------------------------- steps
 
 
-def test_a_step_is_reported_at_the_next(tracked: list[dict]):
+def test_a_step_is_reported_at_the_next(tracked: list[Mapping[str, float]]):
     """Both micro-batches of it, under its own number, in the host's tracking."""
     recorder = Recorder()
     recorder.report(ARGS, 3, 1)
@@ -118,16 +99,6 @@ def test_a_step_is_reported_at_the_next(tracked: list[dict]):
     assert logged["train/mis_step/loss_original_denominator"] == pytest.approx(5 / 3)
 
 
-def test_each_step_is_reported_once_and_the_last_by_flush(tracked: list[dict]):
-    recorder = Recorder()
-    for step, ratio in enumerate([2.0, 1.0]):
-        recorder.report(ARGS, 0, step)
-        recorder.record(micro_batch([[ratio]], EVERYTHING))
-    recorder.flush(ARGS)
-    recorder.flush(ARGS)
-    assert [(row["train/step"], row["train/mis_step/ratio_mean"]) for row in tracked] == [(0, pytest.approx(2)), (1, 1)]
-
-
 BOUNDED = ("ratio", "k1", "k2", "k3", "binary_kl", "abs_prob_diff")
 LOOKED_AT = [
     {"weight": None, "reject": [{"statistic": name, "over": over, "upper": 0.5} | unit for name in BOUNDED]}
@@ -141,7 +112,7 @@ LOWEST = torch.finfo(torch.float32).min  # engines clamp -inf to it
 @pytest.mark.parametrize("value", [-800.0, -1e19, -1e30, LOWEST])
 @pytest.mark.parametrize("side", ["proximal", "behavior"])
 @pytest.mark.parametrize("config", BOUNDING + LOOKED_AT, ids=str)
-def test_no_log_prob_is_too_small_for_a_step(value: float, side: str, config: dict, tracked: list[dict]):
+def test_no_log_prob_is_too_small_for_a_step(value: float, side: str, config: dict, tracked: list[Mapping[str, float]]):
     """e^800 is no float, nor is the square of -1e30: what cannot be shown must not stop the job either."""
     batch = ratio_batch([[0.5, 3.0, 0.7], [1.2, 1.1]])
     getattr(batch, side)[0][2] = value
@@ -171,7 +142,7 @@ def test_the_metrics_of_all_go_to_the_log_and_to_the_hosts_tracking(
     assert [f"step 7: {row}" for row in tracked] == (told if has_tracker else [])
 
 
-def test_a_recompute_inside_a_backward_adds_nothing(tracked: list[dict]):
+def test_a_recompute_inside_a_backward_adds_nothing(tracked: list[Mapping[str, float]]):
     recorder, again = Recorder(), micro_batch([[1.0]], EVERYTHING)
 
     class Recomputed(torch.autograd.Function):
@@ -205,7 +176,7 @@ def test_the_number_of_a_step_is_the_hosts(given: dict, steps: int):
     assert tracking.steps_per_rollout(SimpleNamespace(**given)) == steps
 
 
-def test_the_last_step_of_a_rollout_tells_how_many_it_had(tracked: list[dict]):
+def test_the_last_step_of_a_rollout_tells_how_many_it_had(tracked: list[Mapping[str, float]]):
     """A rollout function of the user's may return more samples than the flags promise, or fewer."""
     recorder = Recorder()
     for rollout, step in [(3, 1), (3, 2), (4, 0), (5, 0)]:
@@ -218,7 +189,7 @@ def test_the_last_step_of_a_rollout_tells_how_many_it_had(tracked: list[dict]):
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_an_attempt_that_the_host_repeats_is_forgotten(
-    lost: int, tracked: list[dict], caplog: pytest.LogCaptureFixture
+    lost: int, tracked: list[Mapping[str, float]], caplog: pytest.LogCaptureFixture
 ):
     """Miles repeats a step where a cell was lost, or its rollout, under the number that it had; the last one counts."""
     recorder, config = Recorder(), EVERYTHING | {"reject": VETO["reject"], "on_all_rejected": "raise"}
@@ -432,17 +403,6 @@ def test_operators_do_not_grow_with_the_sequences_and_none_waits(name: str):
     assert counts[0][2] <= counts[0][1] + 18, "the same, in one step of ten rollouts"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_fake_tensors_can_be_recorded(name: str):
-    """They have no values: whatever would wait for the device raises."""
-    config = from_mapping(CONFIGS[name] | {"metrics": "all"})
-    with FakeTensorMode():
-        ragged = Ragged(torch.zeros(5, dtype=torch.long), torch.ones(12, dtype=torch.bool))
-        c = correct(torch.zeros(12), torch.zeros(12), ragged, config)
-        partials(c, torch.zeros(12), torch.zeros(12, dtype=torch.long)).merge(partials(c))
-        watch(c)
-
-
 # ------------------------------------------------------------------------------------------------------------- ranks
 
 
@@ -463,10 +423,9 @@ def of_process() -> tuple[list[dict], Ranks, Recorder]:
     def several(group: Any) -> dist.ProcessGroup | None:
         return group if group.size() > 1 else None
 
-    module = Tracking()
-    sys.modules[module.__name__] = module
+    logged: list[Any] = stand_in_hosts.load(LAYOUTS["slime"], pytest.MonkeyPatch()).logged
     ranks = Ranks(several(mpu.get_context_parallel_group()), several(mpu.get_data_parallel_group()))
-    return module.logged, ranks, Recorder()
+    return logged, ranks, Recorder()
 
 
 def of_rank(rank: int, batches: list[Batch], config: dict, cp: int) -> tuple[list[dict], str | None]:
@@ -491,7 +450,7 @@ RANK_BATCHES = [
 ]
 
 
-def test_ranks_report_what_one_process_does(tmp_path: Path, tracked: list[dict]):
+def test_ranks_report_what_one_process_does(tmp_path: Path, tracked: list[Mapping[str, float]]):
     """Two data-parallel ranks times two context-parallel ones."""
     config = {"weight": {"upper": 1.5}, "reject": [{"over": "mean", "lower": 0.5, "upper": 2.0}], "metrics": "all"}
     found = run_ranks(4, 2, lambda rank: of_rank(rank, RANK_BATCHES, config, 2), tmp_path)
@@ -604,7 +563,7 @@ def test_two_configs_that_ranks_met_in_another_order_are_not_mixed(tmp_path: Pat
     assert run_ranks(2, 1, in_another_order, tmp_path) == [[2.0, 20.0], []]
 
 
-def test_two_configs_in_one_step(tracked: list[dict]):
+def test_two_configs_in_one_step(tracked: list[Mapping[str, float]]):
     """The second hides nothing of the first."""
     recorder = Recorder()
     recorder.report(ARGS, 0, 0)
@@ -664,7 +623,7 @@ def lose_a_cell(config: dict, cells: Cells | Plain) -> None:
 @pytest.mark.parametrize("aborts", [False, True])
 @pytest.mark.parametrize("succeed", [0, 1, 2])
 def test_where_a_rank_is_lost_the_others_report_alone(
-    tracked: list[dict], caplog: pytest.LogCaptureFixture, succeed: int, aborts: bool
+    tracked: list[Mapping[str, float]], caplog: pytest.LogCaptureFixture, succeed: int, aborts: bool
 ):
     """At the first question, or in the sums, or in the maxima; on a GPU torchft aborts without an exception."""
     lose_a_cell(VETO | {"metrics": "all"}, Cells(succeed, aborts))
@@ -681,7 +640,9 @@ def test_without_fault_tolerance_an_error_of_a_collective_is_raised(succeed: int
         lose_a_cell(VETO | {"metrics": "all"}, Plain(succeed))
 
 
-def test_where_no_rank_is_lost_they_report_together_and_a_survivor_raises_where_the_config_says_so(tracked: list[dict]):
+def test_where_no_rank_is_lost_they_report_together_and_a_survivor_raises_where_the_config_says_so(
+    tracked: list[Mapping[str, float]],
+):
     lose_a_cell(VETO | {"metrics": "all"}, Cells(3))
     assert len(tracked) == 1
     with pytest.raises(MisError, match="was rejected .*, in rollout 0, step 0, on this rank"):
@@ -689,17 +650,9 @@ def test_where_no_rank_is_lost_they_report_together_and_a_survivor_raises_where_
 
 
 @pytest.mark.parametrize(("cell", "tp", "cp"), [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
-def test_under_miles_one_rank_of_one_cell_logs(
-    tracked: list[dict], monkeypatch: pytest.MonkeyPatch, cell: int, tp: int, cp: int
-):
-    info = lambda rank, group=None: SimpleNamespace(rank=rank, size=2, group=group)  # noqa: E731
-    state = SimpleNamespace(cp=info(cp), effective_dp=info(cell, Cells(3)), tp=info(tp))
-    module = SimpleNamespace(get_parallel_state=lambda: state)
-    slimes = SLIME.tracking.addresses[0].module
-    monkeypatch.setitem(sys.modules, MILES.parallel.addresses[0].module, module)
-    monkeypatch.setitem(sys.modules, MILES.tracking.addresses[0].module, sys.modules[slimes])
-    monkeypatch.delitem(sys.modules, slimes)
-    monkeypatch.delitem(sys.modules, "slime")
-    monkeypatch.setitem(sys.modules, "miles", ModuleType("miles"))
+def test_under_miles_one_rank_of_one_cell_logs(cell: int, tp: int, cp: int, monkeypatch: pytest.MonkeyPatch):
+    host = stand_in_hosts.load(LAYOUTS["August"], monkeypatch)
+    of_two = lambda rank, group=None: SimpleNamespace(rank=rank, size=2, group=group)  # noqa: E731
+    vars(host.state).update(cp=of_two(cp), effective_dp=of_two(cell, Cells(3)), tp=of_two(tp))
     lose_a_cell(VETO | {"metrics": "all"}, Cells(3))
-    assert len(tracked) == ((cell, tp, cp) == (0, 0, 0))
+    assert len(host.logged) == ((cell, tp, cp) == (0, 0, 0))

@@ -1,7 +1,7 @@
 """The trainer against itself: other micro-batches, what differs between two passes, and how each host is asked."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import describe
-from mis_plugins.hosts import registry, resplit, rollout_hooks
+from mis_plugins.hosts import registry, resplit
 from mis_plugins.hosts.registry import every_host
 from mis_plugins.hosts.resplit import cut_otherwise, differences
 from mis_plugins.packing.ragged import Ranks
@@ -108,89 +108,77 @@ class Trainer:
         return {f"{store_prefix}log_probs": self.scored(groups)}
 
 
-def trained(
-    host: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    groups: list[list[int]] | int = 3,
-    numbers: Sequence[int] = (1, 1),
-    leak: float = 0.0,
-    rollout: int = 0,
-    every: int = 2,
-    **settings: Any,
-) -> tuple[Trainer, dict[str, float]]:
+Trained = Callable[..., tuple[Trainer, dict[str, float]]]
+
+
+@pytest.fixture(params=["miles", "slime"])
+def trained(request: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Trained:
     """What the rollout-data hook asks of a host's trainer, and logs, of one rollout of six samples."""
-    monkeypatch.setattr(resplit, "current", lambda args: every_host()[host])
-    monkeypatch.setattr("mis_plugins.hosts.tracking.current", lambda args: every_host()[host])
-    monkeypatch.setattr(mis, "current", lambda args: every_host()[host])
-    monkeypatch.setattr(rollout_hooks, "current", lambda args: every_host()[host])
-    numbered = {"rollout_id": rollout} if host == "miles" else {}
-    args = host_args(
-        mis={"resplit_every": every}, use_dynamic_batch_size=isinstance(groups, list), more=numbered, **settings
-    )
-    args.use_tis = False
-    own = groups if isinstance(groups, list) else [[*range(i, i + groups)] for i in range(0, SAMPLES, groups)]
-    trainer = Trainer(args, leak)
-    data = {
-        "log_probs": trainer.scored(own), "loss_masks": [torch.tensor([1, 1])] * SAMPLES,
-        "total_lengths": [4] * SAMPLES, "response_lengths": [2] * SAMPLES,
-    }  # fmt: skip
-    called: dict[str, Any] = {"__name__": ACTOR.format(host)}
-    called["handed"] = lambda *batch: () if host == "miles" else batch
-    exec(TRAIN, called)
-    iterator = Iterator(data, None, groups) if isinstance(groups, list) else Iterator(data, groups)
-    with caplog.at_level(logging.INFO, "mis_plugins"):
-        called["train_actor"](trainer, rollout, data, mis.count_samples, args, [iterator], list(numbers))
-    told: list[Any] = [record.args for record in caplog.records if record.msg == "step %d: %s"]
-    return trainer, {name.rpartition("/")[2]: value for _, one in told for name, value in one.items()}
+    host = request.param
+    for place in ("mis", "hosts.resplit", "hosts.rollout_hooks", "hosts.tracking"):
+        monkeypatch.setattr(f"mis_plugins.{place}.current", lambda args: every_host()[host])
+
+    def train(
+        groups: list[list[int]] | int = 3, numbers: Sequence[int] = (1, 1), leak: float = 0.0, rollout: int = 0,
+        **settings: Any,
+    ) -> tuple[Trainer, dict[str, float]]:  # fmt: skip
+        numbered = {"rollout_id": rollout} if host == "miles" else {}
+        args = host_args(
+            mis={"resplit_every": 2}, use_dynamic_batch_size=isinstance(groups, list), more=numbered, **settings
+        )
+        args.use_tis = False
+        own = groups if isinstance(groups, list) else [[*range(i, i + groups)] for i in range(0, SAMPLES, groups)]
+        trainer = Trainer(args, leak)
+        data = {
+            "log_probs": trainer.scored(own), "loss_masks": [torch.tensor([1, 1])] * SAMPLES,
+            "total_lengths": [4] * SAMPLES, "response_lengths": [2] * SAMPLES,
+        }  # fmt: skip
+        called: dict[str, Any] = {"__name__": ACTOR.format(host)}
+        called["handed"] = lambda *batch: () if host == "miles" else batch
+        exec(TRAIN, called)
+        iterator = Iterator(data, None, groups) if isinstance(groups, list) else Iterator(data, groups)
+        with caplog.at_level(logging.INFO, "mis_plugins"):
+            called["train_actor"](trainer, rollout, data, mis.count_samples, args, [iterator], list(numbers))
+        told: list[Any] = [record.args for record in caplog.records if record.msg == "step %d: %s"]
+        return trainer, {name.rpartition("/")[2]: value for _, one in told for name, value in one.items()}
+
+    return train
 
 
-MEGATRON = pytest.mark.parametrize("host", ["miles", "slime"])
-
-
-@MEGATRON
 @pytest.mark.parametrize("groups", [3, [[4, 0, 2], [1, 5, 3]]])
-def test_a_dependence_on_the_batch_is_told_and_nothing_where_there_is_none(
-    host: str, groups: Any, monkeypatch: Any, caplog: Any
-) -> None:
-    trainer, told = trained(host, monkeypatch, caplog, groups)
+def test_a_dependence_on_the_batch_is_told_and_nothing_where_there_is_none(groups: Any, trained: Trained) -> None:
+    trainer, told = trained(groups)
     halved = [[0, 1], [2], [3, 4], [5]] if groups == 3 else [[4, 0], [2], [1, 5], [3]]
     assert trainer.passes == [(halved, [2, 2])]
     assert told == {"resplit_differs": 0, "resplit_diff_abs_mean": 0, "resplit_diff_abs_max": 0, "step": 0}
-    _, told = trained(host, monkeypatch, caplog, groups, leak=0.25)
+    _, told = trained(groups, leak=0.25)
     assert told["resplit_differs"] == 1
     assert told["resplit_diff_abs_max"] == 0.5, "a sample that is alone, and was one of three"
     assert told["resplit_diff_abs_mean"] == pytest.approx((2 * 0.25 + 0.5) / 3)
 
 
-@MEGATRON
-def test_micro_batches_of_one_sample_are_joined_and_a_lone_one_is_scored_twice(
-    host: str, monkeypatch: Any, caplog: Any
-) -> None:
-    trainer, told = trained(host, monkeypatch, caplog, 1, (3, 3), leak=0.25)
+def test_micro_batches_of_one_sample_are_joined_and_a_lone_one_is_scored_twice(trained: Trained) -> None:
+    trainer, told = trained(1, (3, 3), leak=0.25)
     assert trainer.passes == [([[0, 1], [2], [3, 4], [5]], [2, 2])]
     assert told["resplit_differs"] == pytest.approx(4 / 6)
-    trainer, _ = trained(host, monkeypatch, caplog, [[3], [0, 1, 2], [4, 5]], (2, 1))
+    trainer, _ = trained([[3], [0, 1, 2], [4, 5]], (2, 1))
     assert trainer.passes == [([[3], [3], [0, 1], [2], [4], [5]], [4, 2])]
 
 
-@MEGATRON
-def test_between_the_asked_rollouts_nothing_is_computed(host: str, monkeypatch: Any, caplog: Any) -> None:
-    trainer, told = trained(host, monkeypatch, caplog, rollout=3)
+def test_between_the_asked_rollouts_nothing_is_computed(trained: Trained) -> None:
+    trainer, told = trained(rollout=3)
     assert not trainer.passes and not told
-    trainer, told = trained(host, monkeypatch, caplog, rollout=4, num_steps_per_rollout=2)
+    trainer, told = trained(rollout=4, num_steps_per_rollout=2)
     assert len(trainer.passes) == 1 and told["step"] == 8
 
 
-@MEGATRON
-def test_one_split_is_told_and_compares_nothing(host: str, monkeypatch: Any, caplog: Any) -> None:
+def test_one_split_is_told_and_compares_nothing(trained: Trained, caplog: pytest.LogCaptureFixture) -> None:
     resplit.warn_once.cache_clear()
-    trainer, told = trained(host, monkeypatch, caplog, 1, [1] * SAMPLES)
+    trainer, told = trained(1, [1] * SAMPLES)
     assert not trainer.passes and not told
     assert "no two of them that can be joined" in caplog.text
 
 
-@MEGATRON
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -199,14 +187,12 @@ def test_one_split_is_told_and_compares_nothing(host: str, monkeypatch: Any, cap
         ({"keep_old_actor": True}, "--keep-old-actor: the trainer has switched"),
     ],
 )
-def test_what_makes_a_second_pass_another_pass_is_refused(
-    host: str, settings: Any, said: str, monkeypatch: Any, caplog: Any
-) -> None:
+def test_what_makes_a_second_pass_another_pass_is_refused(settings: Any, said: str, trained: Trained) -> None:
     with pytest.raises(ConfigError, match=f"mis.resplit_every with .*{said}"):
-        trained(host, monkeypatch, caplog, **settings)
+        trained(**settings)
 
 
-def test_a_hook_that_another_function_calls_cannot_ask_the_trainer(monkeypatch: Any) -> None:
+def test_a_hook_that_another_function_calls_cannot_ask_the_trainer() -> None:
     data = {"loss_masks": [torch.ones(2)]}
     rescore = every_host()["slime"].rescore
     assert rescore is not None

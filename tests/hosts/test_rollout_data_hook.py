@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from batches import Batch, host_args, ratio_batch
-from pydantic import BaseModel, ConfigDict
 from tolerances import normalized_rtol
 
 from lab.host.cli.loading import load_function
@@ -142,17 +141,20 @@ def test_a_newer_rollout_refuses_the_older_mean(trains: int, refused: bool):
         assert weights(host_args(mis=ROLLOUT))[0] == 0.5
 
 
-def test_a_mean_of_another_config_is_refused():
-    mis.normalize_rollout(host_args(mis=ROLLOUT), 3, rollout_data(BATCH))
-    other = {"weight": {"upper": 2.0, "normalize": {"scope": "rollout"}}}
-    with pytest.raises(InputError, match="the mean was computed under another config"):
-        weights(host_args(mis=other))
+OTHER = {"weight": {"upper": 2.0, "normalize": {"scope": "rollout"}}}
 
 
-def test_a_run_without_the_hook_reads_nothing_of_a_run_before():
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mis": OTHER}, "the mean was computed under another config"),
+        ({"mis": ROLLOUT, "rollout_data_postprocess_path": None}, "it was never computed"),
+    ],
+)
+def test_a_mean_of_another_config_or_of_a_run_before_is_refused(settings: dict[str, Any], said: str):
     mis.normalize_rollout(host_args(mis=ROLLOUT), 3, rollout_data(BATCH))
-    with pytest.raises(InputError, match="it was never computed"):
-        weights(host_args(mis=ROLLOUT, rollout_data_postprocess_path=None))
+    with pytest.raises(InputError, match=said):
+        weights(host_args(**settings))
 
 
 def test_older_counts_are_not_used_and_this_is_said(said_once: Callable[[], list[str]]):
@@ -169,24 +171,3 @@ def test_counts_of_another_run_of_this_process_are_not_used():
     mis.count_samples(host_args(mis={"weight": {}}), 3, rollout_data(BATCH))
     assert mis.ROLLOUT.counted(host_args(mis={"weight": {}})) is not None
     assert mis.ROLLOUT.counted(host_args(mis={"weight": {"upper": 3.0}})) is None
-
-
-class Extra(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-
-def frozen(**settings: Any) -> Any:
-    """Arguments of a typed host, made anew for each call."""
-    return Extra(**vars(host_args(**settings)))
-
-
-def test_every_hook_of_a_rollout_takes_frozen_arguments():
-    settings = {"mis": ROLLOUT, "custom_tis_function_path": "a.b"}
-    mis.normalize_rollout(frozen(**settings), 3, rollout_data(BATCH))
-    mis.report_step(frozen(**settings), 3, 0)
-    kwargs = BATCH.hook_kwargs()
-    loss, _, _ = mis.compute_mis_weights_with_cp(frozen(**settings), **kwargs)
-    torch.testing.assert_close((loss / kwargs["pg_loss"])[:3], torch.tensor([0.5, 1.5, 1.0]))
-    mis.count_samples(frozen(**settings), 4, rollout_data(BATCH))
-    mis.report_step(frozen(**settings), 4, 0)
-    mis.report_last_step(frozen(mis=None, use_tis=False))

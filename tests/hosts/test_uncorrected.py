@@ -2,6 +2,7 @@
 
 import re
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,13 @@ MISSING = [
 ]
 
 
+@pytest.mark.parametrize("end", [lambda args: mis.report_step(args, 0, 1), mis.report_last_step])
 @pytest.mark.parametrize(("settings", "said"), MISSING)
-def test_the_missing_flag_is_named(settings: dict, said: str):
+def test_the_missing_flag_is_named(settings: dict, said: str, end: Callable[[Any], None]):
     args = Namespace(**ASKED | settings)
+    mis.report_step(args, 0, 0)
     with pytest.raises(ConfigError, match=f"^rollout 0, step 0: the arguments ask for a correction.*{said}"):
-        one_step(args)
+        end(args)
     corrected_once()
     mis.report_step(args, 1, 0)
 
@@ -85,13 +88,6 @@ def test_a_step_that_the_host_repeats_was_no_whole_one():
     args = Namespace(**ASKED)
     mis.report_step(args, 0, 0)
     mis.report_step(args, 0, 0)
-
-
-def test_the_last_step_is_checked_too():
-    args = Namespace(**ASKED)
-    mis.report_step(args, 0, 0)
-    with pytest.raises(ConfigError, match="give --use-tis"):
-        mis.report_last_step(args)
 
 
 def test_a_step_that_was_reported_is_not_judged_again():

@@ -364,12 +364,6 @@ def test_a_file_is_read_once_and_again_for_another_job(tmp_path: Path):
         reading.from_args(second)
 
 
-def test_flat_keys_that_nothing_reads_are_refused_by_the_loss_hook(tmp_path: Path):
-    args = job(tmp_path, {"tis_level": "token"}, mis=None, use_tis=False)
-    with pytest.raises(ConfigError, match="^tis_level: no effect without a tis_upper_bound"):
-        uncorrected.for_loss_hook(args, reading.from_args(args))
-
-
 def test_a_file_that_says_another_weight_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     args = job(tmp_path, "mis: {weight: {upper: 1.2}}\n", mis=CAPPED)
     assert reading.from_args(args) == reading.from_mapping(CAPPED)

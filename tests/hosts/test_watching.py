@@ -159,10 +159,13 @@ def test_miles_on_fsdp_has_a_file_of_its_own(backend: str, watches: bool, tmp_pa
     assert same_bytes(loss_of(args).loss, call(random_step(0)).loss) == watches
 
 
-def test_flat_keys_that_nothing_reads_are_refused():
+def test_flat_keys_that_nothing_reads_are_refused(tmp_path: Path):
     """Without a `tis_upper_bound` nobody reads them, and the loss hook would correct nothing."""
-    with pytest.raises(ConfigError, match=r"^use_rs, rs_veto_threshold: no effect without a tis_upper_bound"):
-        loss_of(flags(use_rs=True, rs_veto_threshold=1e-4))
+    by_flag = flags(use_rs=True, rs_veto_threshold=1e-4)
+    by_file = from_file(tmp_path / "mis.yaml", {"tis_level": "token"})
+    for args, said in ((by_flag, "use_rs, rs_veto_threshold"), (by_file, "tis_level")):
+        with pytest.raises(ConfigError, match=f"^{said}: no effect without a tis_upper_bound"):
+            loss_of(args)
 
 
 def test_the_mean_of_a_rollout_has_no_effect_where_the_loss_hook_watches(tmp_path: Path):

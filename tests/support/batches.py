@@ -64,6 +64,12 @@ class Batch:
             [self.prompts[i] for i in indices],
         )
 
+    def to(self, dtype: torch.dtype) -> Batch:
+        """Log-probs of both sides in this dtype."""
+        return replace(
+            self, proximal=[x.to(dtype) for x in self.proximal], behavior=[x.to(dtype) for x in self.behavior]
+        )
+
     def pg_loss(self) -> Tensor:
         """A loss a token, `[T]`, distinct and with gradient, as the host's clipped objective gives it."""
         count = sum(self.response_lengths)

@@ -7,34 +7,22 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import segmentwise_oracle as oracle
 import torch
-import torch.distributed as dist
 from hypothesis import given
-from hypothesis import strategies as st
-from launch import run_ranks
 from segmentwise_oracle import Spec, Token
 from segmentwise_rows import CURRENT, applied, config_of, flat, numerator_of, rows, specs, written_of
 from tolerances import step_atol, step_weight_atol, weight_rtol
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from lab.break_it import segments
 from lab.host.asynchronous.measure import loglinear_error_by_age
 from mis_plugins.errors import InputError
 from mis_plugins.metrics.staleness import AGES, metrics_by_age, weight_metrics, weights_by_age
 from mis_plugins.metrics.totals import Partials
-from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, admitted, lacking, loglinear, proximal_t
-
-
-@given(rows, specs)
-def test_numerator(row: list[Token], spec: Spec):
-    expected = [oracle.numerator(token, spec) for token in row]
-    found = numerator_of(row, config_of(spec)).double().tolist()
-    assert [None if math.isnan(x) else x for x in found] == expected
+from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, admitted, lacking, proximal_t
 
 
 @given(rows)
@@ -63,13 +51,6 @@ def test_no_gradient():
     proximal = torch.tensor([-1.0], requires_grad=True)
     written = Written(torch.tensor([8]), torch.tensor([math.nan]), CURRENT)
     assert not proximal_t(proximal, proximal, written, SegmentWiseConfig()).requires_grad
-
-
-def test_loglinear_is_exact_on_a_line():
-    """Every update moves the log-prob by the same: the first lies one of them from the behavior policy."""
-    age = torch.arange(1, 9)
-    behavior, step = torch.full((8,), -2.0), 0.125
-    assert loglinear(behavior + step * age, behavior, age).tolist() == [-2.0 + step] * 8
 
 
 # Samples that cannot be weighed.
@@ -218,35 +199,6 @@ def test_loglinear_error(row: list[Token]):
         assert metrics[f"loglinear/error/{name}"] == pytest.approx(value, abs=step_weight_atol(len(row), 10.0))
 
 
-@given(rows, specs, st.integers(0, 12))
-def test_adds_over_micro_batches(row: list[Token], spec: Spec, cut: int):
-    config = config_of(spec)
-    whole = measured(row, config)
-    parts = measured(row[:cut], config).merge(measured(row[cut:], config))
-    assert torch.equal(whole.largest["maxima"], parts.largest["maxima"])
-    torch.testing.assert_close(
-        whole.added["sums"], parts.added["sums"], rtol=0, atol=step_atol(len(row), 60.0 * max(len(row), 1))
-    )
-
-
-def row_of(ages: Sequence[int]) -> list[Token]:
-    """Every update moves a token by 1/8."""
-    return [Token(-1 - 0.125 * age, -1.0, -1.125, CURRENT - age, CURRENT) for age in ages]
-
-
-def test_adds_over_ranks(tmp_path: Path):
-    config = SegmentWiseConfig()
-
-    def work(rank: int) -> dict[str, float]:
-        part = measured(row_of([0, 2, 3] if rank else [5]), config)
-        assert dist.group.WORLD is not None
-        return weight_metrics(part.over_ranks([dist.group.WORLD]))
-
-    whole = weight_metrics(measured(row_of([0, 2, 3, 5]), config))
-    for metrics in run_ranks(2, 1, work, tmp_path, megatron=False):
-        assert metrics == pytest.approx(whole, abs=step_atol(4, 1.0))
-
-
 def test_the_last_age_holds_all_above():
     tokens = [Token(-1.0, -1.0, -1.0, 0, version) for version in (AGES - 2, AGES - 1, AGES + 40)]
     found: list[Partials] = []
@@ -259,35 +211,3 @@ def test_the_last_age_holds_all_above():
     metrics = weight_metrics(functools.reduce(Partials.merge, found))
     assert metrics["staleness/tokens/age_16_up"] == 2 and metrics["staleness/tokens/age_15"] == 1
     assert metrics["staleness/avg"] == (AGES - 2 + AGES - 1 + AGES + 40) / 3
-
-
-def test_nothing_at_all():
-    assert weight_metrics(measured([], SegmentWiseConfig())) == {"staleness/tokens": 0.0, "staleness/unknown": 0.0}
-    assert metrics_by_age(errors([])) == {}
-
-
-def test_what_was_not_stored_is_not_taken_for_what_is_not_finite():
-    """NaN stands for a log pi_{v+1} that nobody stored; an infinite one was."""
-    numerator, one, valid = (torch.tensor([math.nan, -math.inf, -1.0]), torch.full((3,), -1.0), torch.ones(3).bool())
-    weighed = applied(numerator, one, valid, SegmentWiseConfig())
-    row = weights_by_age(numerator, one, one, written_of(row_of([3, 3, 3])), valid, weighed).named_sums
-    assert (row["tokens"], row["unknown"], row["nonfinite"]) == (1, 2, 1)
-
-
-@pytest.mark.parametrize("method", ["recompute", "loglinear"])
-@pytest.mark.parametrize("mode", ["truncate", "clip", "mask", "zero"])
-def test_nothing_waits_for_the_device(method: str, mode: str):
-    """Fake tensors have no values: whatever would read one raises."""
-    config = SegmentWiseConfig(method=method, mode=mode)  # type: ignore[arg-type]
-    with FakeTensorMode():
-        proximal, behavior, recomputed = torch.zeros(3, 5)
-        valid, versions = torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.int64)
-        written = Written(versions, recomputed, CURRENT)
-        numerator = proximal_t(proximal, behavior, written, config)
-        weighed = applied(numerator, behavior, valid, config)
-        sums = weights_by_age(numerator, proximal, behavior, written, valid, weighed)
-        loglinear_error_by_age(proximal, behavior, written, valid).merge(
-            loglinear_error_by_age(proximal, behavior, written, valid)
-        )
-        with pytest.raises(DataDependentOutputException):
-            weight_metrics(sums)

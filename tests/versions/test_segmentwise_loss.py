@@ -247,18 +247,6 @@ def test_one_version_behind_is_standard_decoupled(config: dict):
     assert not torch.equal(on.gradient, off.gradient)
 
 
-def test_clipped_against_the_next_version_nothing_is_left_uncorrected():
-    """Weight and ratio multiply to pi_theta / pi_v where neither has a bound: the loss is bypass PPO's."""
-    step, unclipped = aged(random_step(2), 2), {"eps_clip": 1.0, "eps_clip_high": 1e9}
-    config = {"weight": {"bound": "none"}, "segment_wise": {}, "metrics": "none"}
-    bypass = {"objective": {"old": "behavior"}, "segment_wise": {"enabled": False}, "metrics": "none"}
-    found, wanted = call(step, config, **unclipped), call(step, bypass, **unclipped)
-    for ours, theirs in ((found.loss, wanted.loss), (found.gradient, wanted.gradient)):
-        torch.testing.assert_close(ours, theirs, rtol=normalized_rtol(3.0), atol=normalized_rtol(3.0))
-    against_old = config | {"segment_wise": {"clip_against": "proximal"}}
-    assert not torch.allclose(call(step, against_old, **unclipped).gradient, wanted.gradient, atol=1e-3)
-
-
 @pytest.mark.parametrize("config", ON)
 @pytest.mark.parametrize("metrics", ["full", "core"])
 def test_off_does_what_a_host_without_versions_does(config: dict, metrics: str):
@@ -290,15 +278,6 @@ def test_nothing_said_is_on_where_versions_are_known():
 @pytest.mark.parametrize("config", [{}, {"weight": None, "reject": [SEQUENCE_RULE]}, {"weight": {"level": "sequence"}}])
 def test_without_a_weight_of_tokens_versions_change_nothing(config: dict):
     assert_same(call(aged(random_step(5), 5), config), call(random_step(5), config))
-
-
-def test_masked_versions_change_nothing():
-    step = aged(random_step(6), 6)
-    wild = [
-        [v if valid else 10**6 for v, valid in zip(row, x.mask, strict=True)]
-        for row, x in zip(step.versions, step.responses, strict=True)
-    ]
-    assert_same(call(step, ON[0]), call(dataclasses.replace(step, versions=wild), ON[0]))
 
 
 def test_the_mean_of_the_rollout_is_of_the_same_weights():
@@ -485,19 +464,6 @@ def test_a_step_reports_its_weights_by_age(
             variance = segmentwise_oracle.variance(values)
             assert row[f"behav_imp_weight/var/{name}"] == pytest.approx(variance, abs=fine)
     assert ("kl_k3" in found) == (metrics == "all")
-
-
-def test_what_is_dropped_is_no_applied_weight(logged: list[dict[str, float]]):
-    """Rules and OPSM take tokens from what is averaged, not from the ratios beside it."""
-    step, config = aged(random_step(9), 9), CAP | {"reject": [{"over": "token", "upper": 1.1}]}
-    in_a_step(step, config)
-    valid = valid_tokens(step)
-    kept = [token for token in valid if math.exp(token.proximal - token.behavior) <= 1.1]
-    tops = [segmentwise_oracle.numerator(token, segmentwise_oracle.Spec()) for token in kept]
-    weights = [min(math.exp(top - t.behavior), 1.2) for t, top in zip(kept, tops, strict=True) if top is not None]
-    assert 0 < len(kept) < len(valid) and logged[0]["staleness/tokens"] == len(valid)
-    mean = math.fsum(weights) / len(weights)
-    assert logged[0]["behav_imp_weight/avg"] == pytest.approx(mean, abs=step_weight_atol(len(weights), 2.0))
 
 
 @pytest.mark.parametrize("enabled", [True, False])
