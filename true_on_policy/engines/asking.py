@@ -49,7 +49,7 @@ def address_of(url: str) -> SplitResult:
         _refuse(url, "a URL holds no such letters")
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port  # of which the second may be no number
+        host, _ = parts.hostname, parts.port  # a port that is no number raises here
     except ValueError as error:
         _refuse(url, str(error))
     if parts.scheme not in SCHEMES or not host:

@@ -74,7 +74,7 @@ def pin(contract: GpuContract) -> Undo:
     if not functions:
         raise PinError(f"FlashAttention-3: {name} has no function that takes {SPLITS}")
     unsplit = {function: _one_split(function) for function in functions}
-    undo = lambda: replace_everywhere({ours: theirs for theirs, ours in unsplit.items()})  # noqa: E731
+    undo = functools.partial(replace_everywhere, {ours: theirs for theirs, ours in unsplit.items()})
     with undone_on_error(undo, "FlashAttention-3: its functions cannot be replaced"):
         replace_everywhere(unsplit)
     return undo

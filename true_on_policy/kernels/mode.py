@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -112,7 +113,7 @@ def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None
             f"set_batch_invariant_mode leaves the flag so: call {mode.module}.disable_batch_invariant_mode() before "
             "you pin"
         )
-    undo = lambda: _switch_off(mode, disable, holders, key)  # noqa: E731
+    undo = partial(_switch_off, mode, disable, holders, key)
     with undone_on_error(undo, f"{mode.library}: the batch-invariant mode cannot be enabled"):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*\n?.*Overriding a previously", category=UserWarning)
