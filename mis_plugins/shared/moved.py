@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 OURS = ("mis_plugins.", "true_on_policy.", "lab.")
@@ -20,7 +20,7 @@ class Former:
     """The last finder of imports: it is asked for modules that no other finder has."""
 
     @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> None:
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
         """Raise ModuleNotFoundError for a module of an earlier release."""
         if not name.startswith(OURS):
             return
