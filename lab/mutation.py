@@ -347,7 +347,7 @@ def digest(folders: Sequence[str]) -> str:
 def report(
     files: Sequence[str], found: Mapping[str, Mapping[str, Any]], made_with: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the result by file, survivors by name, and `equivalent` mutants with the reason for each."""
+    """Return the result by file, survivors by name, and those that `equivalent_mutants.yaml` argues, with the reason for each."""
     reasons = yaml.safe_load(EQUIVALENT.read_text()) or {}
     alive = {name: one for name, one in found.items() if one["fate"] == "survived"}
     rows = {}
@@ -365,17 +365,17 @@ def report(
 
 
 def score(rows: Mapping[str, Mapping[str, int]]) -> str:
-    """Write the share of killed mutants among the mutants that are not equivalent."""
+    """Write the share of killed mutants among the mutants that nobody argues."""
     total, killed, equivalent = (sum(row[key] for row in rows.values()) for key in ("mutants", "killed", "equivalent"))
     counted = total - equivalent
-    return f"{killed} of {counted} mutants killed, {killed / max(counted, 1):.1%}; {equivalent} more are equivalent"
+    return f"{killed} of {counted} mutants killed, {killed / max(counted, 1):.1%}; {equivalent} more are argued"
 
 
 def markdown(content: Mapping[str, Any]) -> str:
     """The table by file, and the survivors."""
     rows = content["files"]
     counted = [(file, *row.values(), row["mutants"] - row["killed"] - row["equivalent"]) for file, row in rows.items()]
-    table = markdown_table(("file", "mutants", "killed", "equivalent", "survived"), counted)
+    table = markdown_table(("file", "mutants", "killed", "argued", "survived"), counted)
     lines = [
         "# Mutation score of the math",
         "",
@@ -385,7 +385,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         table.rstrip(),
     ]
     lines += ["", "## Survivors", "", *(f"* {name}" for name in content["survivors"] or ["none"])]
-    lines += ["", "## Equivalent: no input tells them apart", ""]
+    lines += ["", "## Argued: no input tells them apart, or a test that the command leaves out kills them", ""]
     lines += [f"* {name}: {why}" for name, why in content["equivalent"].items()]
     return "\n".join([*lines, "", as_markdown(content["measured_with"])])
 
