@@ -33,6 +33,7 @@ SECONDS = 300 / len(set(ROOMS) - READERS) if os.environ.get("CI") else 0
 # Cases of a round, of other rooms 50. A case of `ranks` or `split` asks its ranks 12 times.
 CASES = {"losses": 15, "weights": 25, "large": 2, "dumps": 10, "files": 5, "memory": 2, "ranks": 2, "split": 2}
 READ = {
+    "an export of a name in parts": ('A=b; B=A\nexport "$B=c"\npython3 train.py $A', ["c"]),
     "a default that braces set": ('X=({"${A:=b}",c})\npython3 train.py "${A:-d}"', ["b"]),
     "an output that is empty": ('A=$(echo "")\npython3 train.py "${A:=b}" x', ["b", "x"]),
     "assignments that cannot fail": ("A=b\nD=1 && export E=1 && A=a\npython3 train.py $A", ["a"]),
@@ -144,7 +145,7 @@ UNSURE = {
     "what was set while all was exported": ("set -a; read A <<< b; set +a\nbash -c 'python3 train.py ${A:-c}'", ["b"]),
     "a name for a variable": ("A=b\nf() { local -n r=$1; r=c; }\nf A\npython3 train.py $A", ["c"]),
     "a sum that declare makes": ("declare -i A=1+2\npython3 train.py $A", ["3"]),
-    "an export of a name that is not known": ('A=b; B=A\nexport "$B=c"\npython3 train.py $A', ["c"]),
+    "an export of a name that is not known": ('A=b; B=$(date +A)\nexport "$B=c"\npython3 train.py $A', ["c"]),
     "nothing for a default of a script that may exit": (
         "A=${A:-}; if [[ $A == x ]]; then exit 1; fi\npython3 train.py a$A",
         ["a"],
