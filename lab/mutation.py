@@ -347,7 +347,7 @@ def digest(folders: Sequence[str]) -> str:
 def report(
     files: Sequence[str], found: Mapping[str, Mapping[str, Any]], made_with: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the result by file, survivors by name, and mutants that `equivalent_mutants.yaml` argues, with its reason."""
+    """Return the result by file, survivors by name, and mutants that `equivalent_mutants.yaml` argues, with reasons."""
     reasons = yaml.safe_load(EQUIVALENT.read_text()) or {}
     alive = {name: one for name, one in found.items() if one["fate"] == "survived"}
     rows = {}
