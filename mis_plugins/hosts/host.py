@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -129,8 +130,8 @@ class Host:
 
 
 def whole_number(value: Any) -> int:
-    """The value of an argument that counts something; 0 of null and of text, which a config file may hold."""
-    return value if isinstance(value, int) else 0
+    """The value of an argument that counts something, 50.0 too; 0 of null and of text, which a config file may hold."""
+    return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0
 
 
 def sequences_of(batch: Batch) -> dict[str, Any]:

@@ -363,6 +363,11 @@ def test_a_count_that_is_no_number_bounds_nothing(mis: dict[str, Any], name: str
     assert checked({name: value}, mis, "slime", tmp_path) == 0
 
 
+def test_a_float_that_counts_cuts_as_a_whole_number_does(tmp_path: Path):
+    assert checked({"rollout_top_k": 50.0}, WEIGHT, "miles", tmp_path) == 2
+    assert every_host()["miles"].needs.refused(view({"rollout_top_k": 50.0}), scored=True)
+
+
 @pytest.mark.parametrize(("host", "offers"), [("vime", True), ("fsdp", False)])
 def test_a_host_without_heads_is_told_of_its_own_centering(host: str, offers: bool):
     given = Given(view({}), from_mapping(CENTER), every_host()[host])
