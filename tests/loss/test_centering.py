@@ -154,6 +154,31 @@ def test_a_tail_of_a_millionth_is_as_exact_as_its_log_probs() -> None:
     assert largest_error(gradient[1:-1], wanted) < 1e-6
 
 
+def test_the_top_of_the_vocabulary_comes_near_the_dense_term() -> None:
+    """Each candidate more leaves less of the vocabulary to the tail's model."""
+    errors = []
+    for size in (1, 4, 8, VOCABULARY):
+        batch = [Position(x.logits, x.engine, x.sampled, sorted(range(VOCABULARY), key=lambda v: -x.engine[v])[:size])
+                 for x in positions(11, VOCABULARY, count=12)]  # fmt: skip
+        logits = logits_of(batch, torch.float64)
+        (gradient,) = torch.autograd.grad(surrogates(batch, "truncate", logits)[0].sum(), logits)
+        dense = [center_oracle.gradient(x, weigh_of("truncate"), center_oracle.dense_surrogate) for x in batch]
+        errors.append(float((gradient[1:-1] - torch.stack(dense) / TEMPERATURE).norm()))
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-12
+
+
+def test_numbers_of_a_term() -> None:
+    batch = positions(21, 4)
+    _, term = surrogates(batch, "clip", logits_of(batch, torch.float64))
+    for i, one in enumerate(batch):
+        p, q = softmax(one.logits), one.engine
+        masses = [sum(side[v] for v in one.head) for side in (p, q)]
+        rho = (1 - masses[1]) / (1 - masses[0])
+        wanted = (*masses, rho, weigh_of("clip")(1 / rho))
+        found = (term.target_mass[i], term.behavior_mass[i], term.tail_ratio[i], term.tail_weight[i])
+        assert [float(x) for x in found] == pytest.approx(wanted, rel=1e-12)
+
+
 def test_positions_without_a_term_may_hold_anything() -> None:
     """A masked token's log-probs and logits may be NaN: its term and its gradient are 0, and its neighbours' stay."""
     batch = positions(31, 4)

@@ -1,6 +1,6 @@
 """Score centering in float64 over the whole vocabulary, one position at a time; nothing of the pack is imported.
 
-Marek and Ryabinin 2026, arxiv.org/abs/2609.20807, equations 9 and 14, and appendix A.
+Marek and Ryabinin 2026, arxiv.org/abs/2609.20807, equations 9, 12 and 14, and appendix A.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,12 +48,18 @@ def surrogate(one: Position, logits: Tensor, weigh: Weigh) -> Tensor:
     return term
 
 
+def dense_surrogate(one: Position, logits: Tensor, weigh: Weigh) -> Tensor:
+    """The surrogate of equation 12: the mean of the weighted score is taken over every token that can be sampled."""
+    everything = [v for v, q in enumerate(one.engine) if q > 0]
+    return surrogate(Position(one.logits, one.engine, one.sampled, everything, whole=True), logits, weigh)
+
+
 def support(one: Position) -> Tensor:
     return torch.tensor([v in one.head for v in range(len(one.logits))])
 
 
-def gradient(one: Position, weigh: Weigh) -> Tensor:
+def gradient(one: Position, weigh: Weigh, term: Callable[..., Tensor] = surrogate) -> Tensor:
     """Gradient of the surrogate by the logits, over the whole vocabulary."""
     logits = torch.tensor(one.logits, dtype=torch.float64, requires_grad=True)
-    (found,) = torch.autograd.grad(surrogate(one, logits, weigh), logits)
+    (found,) = torch.autograd.grad(term(one, logits, weigh), logits)
     return found

@@ -211,3 +211,12 @@ def test_the_last_age_holds_all_above():
     metrics = weight_metrics(functools.reduce(Partials.merge, found))
     assert metrics["staleness/tokens/age_16_up"] == 2 and metrics["staleness/tokens/age_15"] == 1
     assert metrics["staleness/avg"] == (AGES - 2 + AGES - 1 + AGES + 40) / 3
+
+
+def test_what_was_not_stored_is_not_taken_for_what_is_not_finite():
+    """NaN stands for a log pi_{v+1} that nobody stored; an infinite one was."""
+    numerator, one, valid = (torch.tensor([math.nan, -math.inf, -1.0]), torch.full((3,), -1.0), torch.ones(3).bool())
+    weighed = applied(numerator, one, valid, SegmentWiseConfig())
+    written = written_of([Token(-1.375, -1.0, -1.125, CURRENT - 3, CURRENT)] * 3)
+    row = weights_by_age(numerator, one, one, written, valid, weighed).named_sums
+    assert (row["tokens"], row["unknown"], row["nonfinite"]) == (1, 2, 1)
