@@ -9,7 +9,8 @@ of the real model on disk, and its validators compare the two. With the argument
 a batch, and the weights have to be the oracle's and not 1.
 
 MEGATRON is the host's Megatron (`lab/in_host/trees.py` names commits). The environment is that of
-`scripts/run-in-host.sh`, with typer, hypothesis and the extra `scripts`; stand-ins replace other packages.
+`scripts/run-in-host.sh`, with typer, hypothesis and the extra `scripts`. Stand-ins replace other packages that are not
+installed.
 `run-qwen3-4b-true-on-policy.sh` is not among the launches: its flags are those of SGLang's branch sglang-miles.
 
 Exit codes: 0 every launch is parsed and weighs as the oracle; 1 one is refused or weighs otherwise; 2 nothing ran.

@@ -34,6 +34,7 @@ ENGINE = (
     "--sglang-max-total-tokens", "8192", "--sglang-max-running-requests", "16", "--sglang-sleep-on-idle",
 )  # fmt: skip
 GPUS = 8
+SECONDS = 300  # that a launch script may take until it has submitted
 SILENT = ("pkill", "sleep", "hf", "torchrun", "nvidia-smi", "huggingface-cli", "rsync")
 """Commands of launch scripts that do nothing where a launch is only read."""
 
@@ -75,7 +76,7 @@ def submitted(command: Sequence[str], folder: Path, settings: Mapping[str, str],
     """Run a launch with a `ray` that submits nothing, and return the words after train.py.
 
     Raises:
-        CannotRun: nothing was submitted.
+        CannotRun: the launch fails, does not end, or submits no train.py.
     """
     written, stubs = folder / "submitted.txt", folder / "bin"
     stubs.mkdir(parents=True, exist_ok=True)
@@ -87,12 +88,17 @@ def submitted(command: Sequence[str], folder: Path, settings: Mapping[str, str],
         (stubs / name).chmod(0o755)
     paths = {"PATH": f"{stubs}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
     environment = os.environ | settings | paths
-    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=300)
-    if not written.exists():
-        raise CannotRun(f"{' '.join(command)}: exit {done.returncode}, nothing submitted\n{done.stdout}{done.stderr}")
-    words = written.read_text().splitlines()
-    begin = next(index for index, word in enumerate(words) if word.endswith(("train.py", "train_async.py")))
-    return words[begin + 1 :]
+    launch = " ".join(command)
+    try:
+        done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise CannotRun(f"{launch}: has not ended after {SECONDS} seconds") from None
+    words = written.read_text().splitlines() if written.exists() else []
+    programs = [index for index, word in enumerate(words) if word.endswith(("train.py", "train_async.py"))]
+    if done.returncode or not programs:
+        what = "submitted" if programs else "no train.py submitted"
+        raise CannotRun(f"{launch}: exit {done.returncode}, {what}\n{done.stdout}{done.stderr}")
+    return words[programs[0] + 1 :]
 
 
 def shape(words: Sequence[str]) -> list[str]:

@@ -116,5 +116,7 @@ def _as_number(value: Any) -> str | None:
         return None
     if number is None or not math.isfinite(number):
         return None
+    if value.strip().isdecimal():
+        return str(int(value))
     mantissa, e, exponent = repr(number).partition("e")
     return f"{mantissa}{'' if '.' in mantissa or not e else '.0'}{e}{exponent}"

@@ -358,7 +358,7 @@ def test_config_check_refuses_what_carry_versions_would(given: dict[str, Any], m
 @pytest.mark.parametrize("name", ["rollout_top_k", "rollout_top_logprobs_num"])
 @pytest.mark.parametrize("mis", [WEIGHT, CENTER])
 def test_a_count_that_is_no_number_bounds_nothing(mis: dict[str, Any], name: str, value: Any, tmp_path: Path):
-    """Of a file; a warning of its type stands beside."""
+    """A file may hold such a value; a warning of the value's type is all that the check says of it."""
     assert checked({name: value, **CARRIED}, mis, "miles", tmp_path) == 0
     assert checked({name: value}, mis, "slime", tmp_path) == 0
 

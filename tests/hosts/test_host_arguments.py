@@ -21,6 +21,7 @@ every_host = pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("global_batch_size: '64'", "which the host keeps, and it expects a number; write 64\n"),
         ("lr: 1e-6", "lr: YAML reads '1e-6' as text, which the host keeps, and it expects a number; write 1.0e-06"),
         ("lr: fast", "lr: got 'fast'; the host expects a number"),
         ("lr: inf", "lr: got 'inf'; the host expects a number"),
@@ -39,7 +40,7 @@ every_host = pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("options", [(), *(("--host", host) for host in HOSTS)])
 def test_keys_beside_ours(text: str, said: str | None, options: tuple[str, ...], config_command: ConfigCommand):
     told = config_command(f"{text}\nmis: {{weight: {{upper: 3}}}}\n", *options).out
-    warnings = [line for line in told.splitlines() if line.startswith("warning: ")]
+    warnings = [line for line in told.splitlines(keepends=True) if line.startswith("warning: ")]
     assert len(warnings) == (said is not None) and (said or "") in "".join(warnings)
 
 
@@ -90,7 +91,7 @@ def test_what_number_text_means_is_what_is_proposed(host: str):
     for text in ("1e-6", "1E5", "2.5e10", "1e22", "-3e-4", "7"):
         (warning,) = surprises({"lr": text}, registry.every_host()[host])
         proposed = yaml.safe_load(warning.rpartition("write ")[2])
-        assert isinstance(proposed, float) and proposed == float(text)
+        assert type(proposed) is (int if text.isdecimal() else float) and proposed == float(text)
 
 
 @every_host

@@ -186,6 +186,23 @@ def test_the_launch_script_s_own_flags_are_captured(name: str, tmp_path: Path) -
     assert {"--colocate", "--save", "--apply-chat-template"} <= set(words)
 
 
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("ray job submit -- python3 train.py --a 1; exit 3", "exit 3, submitted"),
+        ("ray job submit -- python3 convert.py", "exit 0, no train.py submitted"),
+        ("exit 0", "exit 0, no train.py submitted"),
+        ("exec /bin/sleep 9", "has not ended after 1 seconds"),
+    ],
+)
+def test_a_launch_that_fails_is_not_captured(
+    script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "SECONDS", 1)
+    with pytest.raises(trees.CannotRun, match=message):
+        launching.submitted(["bash", "-c", script], tmp_path, {}, tmp_path)
+
+
 def test_a_script_of_a_host_is_changed_by_the_diff_that_the_check_prints(tmp_path: Path) -> None:
     checkout, folder = tmp_path / "host", tmp_path / "copied"
     (checkout / "scripts").mkdir(parents=True)

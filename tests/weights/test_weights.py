@@ -287,6 +287,13 @@ def test_a_quantized_checkpoint_is_not_compared() -> None:
         compare(Engine([loaded(checkpoint())]), weights)
 
 
+def test_a_buffer_of_whole_numbers_is_told_and_hides_no_weight() -> None:
+    buffer = {"vision.embeddings.position_ids": torch.arange(4)}
+    comparison = compare(Engine([loaded(checkpoint())]), checkpoint() | buffer)
+    assert comparison.compared == len(loaded(checkpoint())) + 1
+    assert [*map(str, comparison.differences)] == ["vision.embeddings.position_ids: the engine holds nothing of it"]
+
+
 def test_adapters_of_either_side_are_not_compared() -> None:
     """SGLang and vLLM keep the weight under an adapter as `base_layer`; PEFT saves the adapter alone."""
     weights, held = checkpoint(), loaded(checkpoint())

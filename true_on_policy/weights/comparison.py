@@ -25,6 +25,7 @@ LARGEST = 1 << 28  # bytes over all ranks; a larger tensor is not fetched to say
 LIMITS = {DIGESTS: LIMIT, VALUES: 2 * LARGEST}  # bytes of an answer; base64 makes 4 of 3
 LONGEST = 500  # letters of a tensor's name
 ADAPTED = re.compile(r"\.(base_layer|lora_\w+)\.")  # in names, where SGLang, vLLM or PEFT keep an adapter apart
+COUNTED = (torch.int64, torch.bool)  # of buffers, such as `position_ids`; no weight is quantized to them
 ROUNDED = {str(dtype).removeprefix("torch.") for dtype in FLOATS if dtype.itemsize > 1}
 
 
@@ -104,7 +105,8 @@ def compare(ask: Ask, weights: Mapping[str, Tensor]) -> Comparison:
     Raises:
         NotSeenError: the engine does not tell its weights, or a side holds some in a form that cannot be compared.
     """
-    _check_plain("the trainer", ((name, str(held.dtype).removeprefix("torch.")) for name, held in weights.items()))
+    numbers = ((name, held.dtype) for name, held in weights.items() if held.dtype not in COUNTED)
+    _check_plain("the trainer", ((name, str(dtype).removeprefix("torch.")) for name, dtype in numbers))
     parts = digests_of(ask)
     comparison = against(parts, weights)
     if comparison.equal:

@@ -115,8 +115,12 @@ def _numbers(args: argparse.Namespace) -> Iterator[str]:
         yield (
             f"--rollout-top-k: got {shown(top_k)}; give -1 for all tokens, or at least 2: a single one has no gradient"
         )
-    if not isinstance(args.rollout_top_logprobs_num, int) or args.rollout_top_logprobs_num < 0:
-        yield f"--rollout-top-logprobs-num: got {shown(args.rollout_top_logprobs_num)}; give a whole number, 0 for none"
+    for name in ("rollout_top_logprobs_num", "max_head_offpolicyness"):
+        value = getattr(args, name)
+        if value is None and name in named("later"):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            yield f"{spelled(name)}: got {shown(value)}; give a whole number, at least 0"
     if args.rollout_temperature <= 0:
         yield f"--rollout-temperature: got {args.rollout_temperature}; give a number above 0"
     for name in named("rate"):

@@ -151,10 +151,7 @@ class Flags:
 
     asynchronous: bool = flag(False, "sample while the trainer steps", spelled="--async", opens=OF_ASYNCHRONY)
     max_head_offpolicyness: int | None = flag(
-        None,
-        "the most versions a token may be older than the weights that train on it; 0 is synchronous",
-        rate=True,
-        later=2,
+        None, "the most versions a token may be older than the weights that train on it; 0 is synchronous", later=2
     )
     max_concurrent_rollouts: int | None = flag(
         None,

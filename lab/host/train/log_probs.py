@@ -38,7 +38,7 @@ class KeptSets:
 
 def kept_sets(data: Mapping[str, Any]) -> list[KeptSets] | None:
     """The kept sets of each sample from the two lists in rollout data; None where nothing was cut."""
-    if data.get(IDS) is None:
+    if data.get(IDS) is None or data.get(OFFSETS) is None:
         return None
     return [KeptSets(*sets) for sets in zip(data[IDS], data[OFFSETS], strict=True)]
 
