@@ -61,7 +61,7 @@ BESIDE = {"config": "tests/config"}
 
 SLOW = ("tests/correction/test_parallel.py", "tests/hosts/test_recorder_exit.py", "tests/metrics/test_slope.py")
 RESULTS, SCRATCH = Path("lab/results"), Path("runs/mutation")
-EQUIVALENT = Path(__file__).with_name("equivalent_mutants.yaml")
+ARGUED = Path(__file__).with_name("argued_mutants.yaml")
 SEED, SAMPLE = 17, 300
 PATIENCE = 60.0
 """Seconds beyond three times what the tests take without a mutant."""
@@ -347,34 +347,34 @@ def digest(folders: Sequence[str]) -> str:
 def report(
     files: Sequence[str], found: Mapping[str, Mapping[str, Any]], made_with: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the result by file, survivors by name, and mutants that `equivalent_mutants.yaml` argues, with reasons."""
-    reasons = yaml.safe_load(EQUIVALENT.read_text()) or {}
+    """Return the result by file, survivors by name, and mutants that `argued_mutants.yaml` argues, with reasons."""
+    reasons = yaml.safe_load(ARGUED.read_text()) or {}
     alive = {name: one for name, one in found.items() if one["fate"] == "survived"}
     rows = {}
     for file in files:
         mine = [name for name in found if name.startswith(f"{file} ")]
         lived = [name for name in mine if name in alive]
         excused = [name for name in lived if name in reasons]
-        rows[file] = {"mutants": len(mine), "killed": len(mine) - len(lived), "equivalent": len(excused)}
+        rows[file] = {"mutants": len(mine), "killed": len(mine) - len(lived), "argued": len(excused)}
     return {
         "measured_with": dict(made_with),
         "files": rows,
         "survivors": sorted(name for name in alive if name not in reasons),
-        "equivalent": {name: reasons[name] for name in sorted(alive) if name in reasons},
+        "argued": {name: reasons[name] for name in sorted(alive) if name in reasons},
     }
 
 
 def score(rows: Mapping[str, Mapping[str, int]]) -> str:
     """Write the share of killed mutants among the mutants that nobody argues."""
-    total, killed, equivalent = (sum(row[key] for row in rows.values()) for key in ("mutants", "killed", "equivalent"))
-    counted = total - equivalent
-    return f"{killed} of {counted} mutants killed, {killed / max(counted, 1):.1%}; {equivalent} more are argued"
+    total, killed, argued = (sum(row[key] for row in rows.values()) for key in ("mutants", "killed", "argued"))
+    counted = total - argued
+    return f"{killed} of {counted} mutants killed, {killed / max(counted, 1):.1%}; {argued} more are argued"
 
 
 def markdown(content: Mapping[str, Any]) -> str:
     """The table by file, and the survivors."""
     rows = content["files"]
-    counted = [(file, *row.values(), row["mutants"] - row["killed"] - row["equivalent"]) for file, row in rows.items()]
+    counted = [(file, *row.values(), row["mutants"] - row["killed"] - row["argued"]) for file, row in rows.items()]
     table = markdown_table(("file", "mutants", "killed", "argued", "survived"), counted)
     lines = [
         "# Mutation score of the math",
@@ -386,7 +386,7 @@ def markdown(content: Mapping[str, Any]) -> str:
     ]
     lines += ["", "## Survivors", "", *(f"* {name}" for name in content["survivors"] or ["none"])]
     lines += ["", "## Argued: no input tells them apart, or a test that the command leaves out kills them", ""]
-    lines += [f"* {name}: {why}" for name, why in content["equivalent"].items()]
+    lines += [f"* {name}: {why}" for name, why in content["argued"].items()]
     return "\n".join([*lines, "", as_markdown(content["measured_with"])])
 
 

@@ -64,18 +64,27 @@ class Opaque:
         """Take entries of a foreign list, and forget them."""
 
 
-def _rebuild(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any, kind: Any = ()) -> Stored | Opaque:
-    """A tensor of `torch._utils`; without a `kind` its numbers are of the one that the storage's class is named after.
+def _rebuild(
+    storage: Any, offset: Any, shape: Any, strides: Any, _: Any = None, __: Any = None, marks: Any = None
+) -> Stored | Opaque:
+    """`torch._utils._rebuild_tensor` and `_v2`: numbers of the kind that the storage's class is named after."""
+    return _stored(storage, storage.dtype, offset, shape, strides, marks)
 
-    `more` is whether it needs a gradient, its hooks, and the marks of a view.
-    """
-    (dtype,) = kind or (storage.dtype,)
-    is_plain = len(shape) == len(strides) <= MOST_DIMENSIONS and len(more) <= 3
+
+def _rebuild_v3(
+    storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, marks: Any = None
+) -> Stored | Opaque:
+    """`torch._utils._rebuild_tensor_v3`: numbers that no class of storages is named after."""
+    return _stored(storage, dtype, offset, shape, strides, marks)
+
+
+def _stored(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any, marks: Any) -> Stored | Opaque:
+    is_plain = len(shape) == len(strides) <= MOST_DIMENSIONS
     if not is_plain or any(type(n) is not int or not 0 <= n < 2**62 for n in (offset, *shape, *strides)):
         raise RecordError("holds a tensor of a shape or with strides that no tensor has")
     if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
         raise RecordError("holds a tensor without numbers")
-    if any(more[2:]):
+    if marks:
         return Opaque("torch.Tensor that is a conjugate or negative view")
     return Stored(storage, dtype, offset, tuple(shape), tuple(strides))
 
@@ -138,7 +147,7 @@ NUMPYS_OWN = {("numpy", "dtype"), ("numpy", "ndarray")} | {
 CALLED: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
-    ("torch._utils", "_rebuild_tensor_v3"): lambda *given: _rebuild(*given[:6], *given[7:], kind=given[6:7]),
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
     ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *_: tensor,
     ("torch", "Size"): _size,

@@ -74,10 +74,10 @@ def test_a_mutant_is_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_survivor_with_a_reason_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = tmp_path / "reasons.yaml"
     reasons.write_text('"a.py f: b": no input tells\n')
-    monkeypatch.setattr(mutation, "EQUIVALENT", reasons)
+    monkeypatch.setattr(mutation, "ARGUED", reasons)
     found = {f"a.py f: {name}": {"fate": fate} for name, fate in zip("abcd", FATES, strict=True)}
     content = mutation.report(["a.py"], found, {"command": "python"})
-    assert content["survivors"] == ["a.py f: d"] and content["equivalent"] == {"a.py f: b": "no input tells"}
+    assert content["survivors"] == ["a.py f: d"] and content["argued"] == {"a.py f: b": "no input tells"}
     assert mutation.score(content["files"]) == "2 of 3 mutants killed, 66.7%; 1 more are argued"
 
 
