@@ -383,6 +383,7 @@ def _nonfinite(facts: Facts) -> Numbers | None:
         + ", ".join(f"{name} ({count})" for name, count in names.most_common(SHOWN))
         + f" and {len(names) - SHOWN} other numbers" * (len(names) > SHOWN)
         for side, names in facts.evidence.absent.items()
+        if names
     )
     return {"train": train, "rollout": rollout, "named": "".join(named)} if train + rollout else None
 

@@ -62,7 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
             return 0 if ever else REFUSED
         if alarmed(document):
             return ALARMED
-        del document  # it holds the sums of the whole run, which the next reading makes anew
         try:
             time.sleep(arguments.every)
         except KeyboardInterrupt:
@@ -128,7 +127,7 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     if made and made.usable:
         length = made.usable / max(made.sequences, 1)
         calm = level_of(replace(made, rejected=0, torn=())) == CALM
-        proposal = propose(swept, made.by_config, made.whole, made.steps, length, calm)
+        proposal = propose(swept, made.outcomes, made.whole, made.steps, length, calm)
     before = problems.of_file.total()
     curves = scan.read_curves(problems)
     unread = problems.of_file.total() - before

@@ -111,8 +111,7 @@ class Evidence:
             if record.advantages is not None:
                 self.broken_advantages += int((~record.advantages.isfinite() & record.loss_mask).sum())
             for side, names in record.absent.items():
-                if names:
-                    self.absent[side].update(names)
+                self.absent[side].update(names)
         self._add_lists(batch, tokens, fills)
         again = self._are_repeated(batch)
         ids = batch.whole_numbers("tokens")

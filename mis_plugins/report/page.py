@@ -44,7 +44,7 @@ NO_IDS = "Dots stand for tokens, because the dumps hold no token ids."
 def page(document: Document) -> str:
     """The page of a document. Controls in foreign texts are shown by their escapes."""
     report, proposal = document.report, document.proposal
-    places = {PLACES[name].what: rows for name, rows in report.facts.places.items() if len(rows) > 1} if report else {}
+    places = {PLACES[name].what: rows for name, rows in report.places.items() if len(rows) > 1} if report else {}
     kl_k3 = report.whole.get(FIRST) if report else None
     whole = _template().render(
         document=document,
@@ -108,7 +108,7 @@ def _curves(document: Document) -> Iterator[tuple[str, str]]:
     marks: list[int] = []
     if document.report is not None and len(document.report.steps) > 1:
         runs = {document.title: _steps(document)} | runs
-        marks = [change.step for change in document.report.facts.changes]
+        marks = [change.step for change in document.report.changes]
     names = _shown(name for run in runs.values() for row in run.values() for name in row)
     for name in islice(names, SHOWN_CURVES):
         lines = {title: line for title, run in runs.items() if (line := _line(run, name))}

@@ -21,7 +21,7 @@ from mis_plugins.metrics.partials import finalize, partials
 from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.metrics.totals import Partials
 from mis_plugins.report.causes import Facts, Finding, findings
-from mis_plugins.report.changes import changes
+from mis_plugins.report.changes import Change, changes
 from mis_plugins.report.evidence import Evidence
 from mis_plugins.report.places import Tables, Worst
 from mis_plugins.report.readers.files import Problems, Source
@@ -129,27 +129,39 @@ class Survey:
                 tell()
 
 
-@dataclass(kw_only=True)
-class Report(Survey):
-    """A survey that has seen a token, and what follows from it, in plain numbers and texts.
+@dataclass(frozen=True)
+class Report:
+    """What a report shows, in plain numbers and texts.
 
-    facts: what the detectors read.
     steps: metrics of each step, by the names of docs/metrics.md.
     whole: the metrics over all steps together.
-    by_config: what each config of the sweep would have done, by its name.
+    rejected, torn, together: as in `Survey`.
     usable: number of tokens that the loss mask keeps and whose two log-probs are finite; all means are over them.
+    absent: as in `Evidence`.
+    spread: as in `Facts`.
+    repeated: number of responses with all log-probs of an earlier one.
+    certain: number of usable tokens with log-prob 0 on both sides.
     empty: number of responses without a usable token.
     """
 
-    facts: Facts
     steps: dict[int, dict[str, float]]
     whole: dict[str, float]
+    places: dict[str, list[dict[str, float | str]]]
+    changes: list[Change]
     findings: list[Finding]
     alarms: list[tuple[int, str, str]]
     worst_tokens: list[Any]
     worst_sequences: list[dict[str, Any]]
-    by_config: dict[str, dict[str, Any]]
+    outcomes: dict[str, dict[str, Any]]
+    sequences: int
+    rejected: int
+    torn: tuple[str, ...]
+    together: tuple[str, ...]
     usable: int
+    absent: dict[str, dict[str, int]]
+    spread: dict[str, float]
+    repeated: int
+    certain: int
     empty: int
 
 
@@ -200,20 +212,29 @@ def report(survey: Survey) -> Report | None:
         return None
     whole = survey.numbers.whole()
     steps = dict(survey.numbers.metrics())
+    places = survey.tables.rows()
     finite = {step: x for step, values in steps.items() if math.isfinite(x := values.get(FIRST, math.nan))}
     moves = changes(list(finite), list(finite.values()))
-    facts = Facts(whole.named_sums, survey.evidence, survey.tables.rows(), moves)
+    facts = Facts(whole.named_sums, survey.evidence, places, moves)
     return Report(
-        **vars(survey),
-        facts=facts,
         steps=steps,
         whole=ordered(finalize(whole, survey.own)),
+        places=places,
+        changes=moves,
         findings=findings(facts),
         alarms=list(survey.numbers.alarms()),
         worst_tokens=[token for _, token in survey.worst.tokens.held],
         worst_sequences=survey.worst.worst_sequences(),
-        by_config={outcome.candidate.name: outcome.numbers() for outcome in survey.outcomes if outcome.sums},
+        outcomes={outcome.candidate.name: outcome.numbers() for outcome in survey.outcomes if outcome.sums},
+        sequences=survey.sequences,
+        rejected=survey.rejected,
+        torn=survey.torn,
+        together=tuple(survey.together),
         usable=int(whole.named_sums["usable"]),
+        absent={side: dict(names) for side, names in survey.evidence.absent.items() if names},
+        spread=facts.spread,
+        repeated=survey.evidence.repeated,
+        certain=survey.evidence.certain,
         empty=int((facts.rows[1] == 0).sum()),
     )
 

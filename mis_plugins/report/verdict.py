@@ -100,10 +100,9 @@ def verdict(report: Report, proposal: Proposal | None, curves: Sequence[Curve] =
 
 def _of_tokens(report: Report, proposal: Proposal | None) -> Verdict:
     """The verdict on the tokens alone."""
-    if report.evidence.certain == report.usable:
+    if report.certain == report.usable:
         return _of_nothing(report)
     limits, level, kl_k3 = beyond(report.whole), level_of(report), report.whole[FIRST]
-    kl_k3s = {step: row[FIRST] for step, row in report.steps.items() if FIRST in row}
     is_explained = report.findings and report.findings[0].name != PRECISION
     parts = {
         "How large": f"{FIRST} is {kl_k3:.3g} a token. {in_words(kl_k3)}",
@@ -112,7 +111,7 @@ def _of_tokens(report: Report, proposal: Proposal | None) -> Verdict:
         **_at_steps(report),
         **_unread(report),
         "Certain on both sides": _certain(report),
-        "Since when": since(kl_k3s, report.facts.changes),
+        "Since when": since({step: row[FIRST] for step, row in report.steps.items() if FIRST in row}, report.changes),
         "Where": _where(report),
         "What to run with": _helped(proposal) if proposal else "",
     }
@@ -127,7 +126,7 @@ def level_of(report: Report) -> str:
         return ALARM
     if bad or _of_config(report):
         return WATCH
-    rose = any(change.factor > 1 and change.after > LIMITS[FIRST].high for change in report.facts.changes)
+    rose = any(change.factor > 1 and change.after > LIMITS[FIRST].high for change in report.changes)
     beside = beyond({FIRST: _beside_certain(report)})
     return WATCH if beyond(report.whole) or beside or rose or _much_is_lost(report) or report.usable < FEW else CALM
 
@@ -165,15 +164,14 @@ def _at_steps(report: Report) -> dict[str, str]:
 
 def _beside_certain(report: Report) -> float:
     """The kl_k3 without tokens of log-prob 0 on both sides, such as padding, which add nothing to any sum."""
-    return report.whole[FIRST] * report.usable / max(report.usable - report.evidence.certain, 1)
+    return report.whole[FIRST] * report.usable / max(report.usable - report.certain, 1)
 
 
 def _certain(report: Report) -> str:
     """How many tokens both sides are certain of, where these are more than `MOST_LOST`; else an empty text."""
-    certain, usable = report.evidence.certain, report.usable
-    count = f"{certain} of {usable} tokens have a log-prob of exactly 0 on both sides, as padding has; "
+    count = f"{report.certain} of {report.usable} tokens have a log-prob of exactly 0 on both sides, as padding has; "
     rest = f"take padding out of the loss mask. {FIRST} of the others is {_beside_certain(report):.3g}."
-    return (count + rest) * (certain > MOST_LOST * usable)
+    return (count + rest) * (report.certain > MOST_LOST * report.usable)
 
 
 def _much_is_lost(report: Report) -> bool:
@@ -183,14 +181,13 @@ def _much_is_lost(report: Report) -> bool:
 def _unread(report: Report) -> dict[str, str]:
     """How many records were rejected, and which files could not be read to their end."""
     rejected = f"{_rejected(report)}, so the verdict is on the others." if report.rejected else ""
-    twice = report.evidence.repeated
-    again = f"{twice} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
+    twice = f"{report.repeated} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
     same = f"{len(report.together)} files or folders hold the same steps, or tell none, as "
-    same += f"{' and '.join([*report.together][:2])}; "
+    same += f"{' and '.join(report.together[:2])}; "
     none = f"{report.empty} of {report.sequences} responses have no token that can be compared."
     alone = {"Read as one run": f"{same}name one alone where they are several runs." if report.together else ""}
     parts = {"Not read": rejected, "Nothing in the loss": none if report.empty else ""}
-    return parts | {"Read twice": again if twice else ""} | _broke_off(report.torn) | alone
+    return parts | {"Read twice": twice if report.repeated else ""} | _broke_off(report.torn) | alone
 
 
 def _broke_off(torn: Sequence[str]) -> dict[str, str]:
@@ -405,15 +402,13 @@ def in_steps(change: Change) -> str:
 def _where(report: Report) -> str:
     """The bucket of each table whose kl_k3 stands out most against the whole run."""
     phrases = []
-    total = sum(float(row["tokens"]) for row in report.facts.places.get("position", ()))
-    for name, rows in report.facts.places.items():
+    total = sum(float(row["tokens"]) for row in report.places.get("position", ()))
+    for name, rows in report.places.items():
         wide = {float(row["kl_k3"]): row["bucket"] for row in reversed(rows) if float(row["tokens"]) > 0.01 * total}
         high, low = max(wide, default=0.0), min(wide, default=0.0)
         if high > 3 * max(low, 1e-12) and name != "probability":
             phrases.append(f"{name} {wide[high]} ({high:.2g}, against {low:.2g} at {wide[low]})")
-    few = [
-        f"as if in {share:.1%} of the {name} alone" for name, share in report.facts.spread.items() if share < EVEN[name]
-    ]
+    few = [f"as if in {share:.1%} of the {name} alone" for name, share in report.spread.items() if share < EVEN[name]]
     most = [f"most at {'; '.join(phrases)}"] if phrases else []
     return f"{'; '.join(most + few) or 'nowhere in particular'}."
 

@@ -17,6 +17,7 @@ from mis_plugins.report.verdict import Verdict
 
 FORMAT = 2
 OF_PROPOSAL = ("name", "trusted", "why", "yaml", "flags")
+OF_REPORT = ("whole", "sequences", "absent", "places", "worst_tokens", "worst_sequences")
 
 
 @dataclass(frozen=True)
@@ -59,19 +60,14 @@ def as_json(document: Document) -> dict[str, Any]:
 def _of_report(report: Report) -> dict[str, Any]:
     words = ("cause", "title", "fix")
     return {
-        "whole": report.whole,
-        "sequences": report.sequences,
-        "absent": report.evidence.absent,
-        "places": report.facts.places,
-        "worst_tokens": report.worst_tokens,
-        "worst_sequences": report.worst_sequences,
+        **{name: getattr(report, name) for name in OF_REPORT},
         "steps": [{"step": step, **values} for step, values in report.steps.items()],
-        "changes": [{**asdict(change), "factor": change.factor} for change in report.facts.changes],
+        "changes": [{**asdict(change), "factor": change.factor} for change in report.changes],
         "causes": [
             asdict(finding) | {name: getattr(finding.cause, name) for name in words} for finding in report.findings
         ],
         "alarms": [dict(zip(("step", "name", "message"), alarm, strict=True)) for alarm in report.alarms],
-        "configs": report.by_config,
+        "configs": report.outcomes,
     }
 
 

@@ -192,7 +192,7 @@ def test_worst_sequences_keep_no_file_in_memory() -> None:
 
 def test_places_add_up_to_the_whole() -> None:
     found = surveyed(planted("route", seed=3))
-    for rows in found.facts.places.values():
+    for rows in found.places.values():
         assert sum(float(row["tokens"]) for row in rows) == found.whole["tokens"]
         mean = sum(float(row["tokens"]) * float(row["kl_k3"]) for row in rows) / found.whole["tokens"]
         assert mean == pytest.approx(found.whole["kl_k3"])
@@ -216,7 +216,7 @@ def test_shares_quantiles_and_direction_are_counted_token_by_token(preset: str) 
     records = [replace(one, advantages=advantages) for one, advantages in zip(records, given, strict=True)]
     records[2].behavior_log_probs[4] = torch.nan
     config = load(file_of(preset))
-    found = surveyed(records, sweep=preset).by_config[preset]
+    found = surveyed(records, sweep=preset).outcomes[preset]
     batch = Batch(3, tuple(records))
     correction = correct(batch.proximal, batch.behavior, batch.ragged, config)
     rows = zip(
@@ -276,17 +276,17 @@ def test_products_of_whole_responses_rank_where_they_bear_it() -> None:
         proximal = behavior + 0.3 * torch.randn(6, generator=generator)
         mask = torch.ones(6, dtype=torch.bool)
         records.append(Record(0, str(place), behavior, proximal, mask, advantages=-torch.ones(6)))
-    found = surveyed(records, sweep="sequence,tis").by_config
+    found = surveyed(records, sweep="sequence,tis").outcomes
     assert found["sequence"]["response_cosine"] == pytest.approx(1, abs=0.01)  # its weight is bounded
     assert found["none"]["response_cosine"] < found["tis"]["response_cosine"] < 0.95
-    assert "response_cosine" not in surveyed(records[:31], sweep="tis").by_config["tis"]
+    assert "response_cosine" not in surveyed(records[:31], sweep="tis").outcomes["tis"]
     far = [replace(one, proximal_log_probs=one.behavior_log_probs * 9) for one in records]
-    assert "response_cosine" not in surveyed(far, sweep="tis").by_config["tis"]
+    assert "response_cosine" not in surveyed(far, sweep="tis").outcomes["tis"]
 
 
 def test_advantages_of_one_sign_lean_to_none() -> None:
     records = [replace(one, advantages=-torch.ones(one.size)) for one in some_records(lengths=(40, 40))]
-    numbers = surveyed(records, sweep="tis").by_config["tis"]
+    numbers = surveyed(records, sweep="tis").outcomes["tis"]
     assert not [reason for reason in Judged(Candidate("tis", NONE), numbers).reasons if "advantages" in reason]
 
 
@@ -402,9 +402,9 @@ def test_a_broken_advantage_decides_nothing(broken: float) -> None:
     known = [replace(one, advantages=torch.zeros(one.size)) if not place else one for place, one in enumerate(records)]
     records[0] = replace(records[0], advantages=torch.full((70,), broken))
     found, wanted = (surveyed(rows, sweep="tis,sequence") for rows in (records, known))
-    for name, numbers in wanted.by_config.items():
-        assert found.by_config[name]["coefficient_cosine"] == numbers["coefficient_cosine"]
-    assert [row["bucket"] for row in found.facts.places["advantage"]] == ["positive"]
+    for name, numbers in wanted.outcomes.items():
+        assert found.outcomes[name]["coefficient_cosine"] == numbers["coefficient_cosine"]
+    assert [row["bucket"] for row in found.places["advantage"]] == ["positive"]
     others = {one.name for one in wanted.findings}
     assert [one.name for one in found.findings if one.name not in others] == ["non-finite-advantage"]
 

@@ -245,8 +245,7 @@ def test_a_run_whose_own_config_harms_is_not_calm(config: str, why: str, tmp_pat
 def test_a_step_that_is_an_alarm_is_told_however_loud_the_others_are(step: int, level: str) -> None:
     made = surveyed(BF16)
     loud = {**made.steps, step: {**made.steps[step], FIRST: 0.06}}
-    facts = replace(made.facts, changes=[])
-    judged = verdict(replace(made, facts=facts, steps=loud, findings=[]), None)
+    judged = verdict(replace(made, steps=loud, findings=[], changes=[]), None)
     assert judged.level == level
     assert judged.headline == f"At 1 of 8 steps kl_k3 is above 0.05; the highest is 0.06, at step {step}."
 
@@ -296,7 +295,7 @@ def test_shuffled_steps_are_put_in_order(tmp_path: Path) -> None:
     rows = at_steps({8, 9, 10, 11, 12, 13, 14, 15}, 16)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(3)).tolist()
     first, second = surveyed(rows), surveyed([rows[place] for place in order])
-    assert [one.step for one in first.facts.changes] == [one.step for one in second.facts.changes] == [8]
+    assert [one.step for one in first.changes] == [one.step for one in second.changes] == [8]
     assert [one.name for one in second.findings] == ["jump"] and list(second.steps) == list(range(16))
 
 
@@ -803,7 +802,7 @@ def proposed(rows: Sequence[Record], sweep: str = "own", advantages: bool = Fals
     made = report(survey)
     assert made is not None
     calm = verdict(made, None).level == CALM
-    found = propose(tried, made.by_config, made.whole, made.steps, made.usable / made.sequences, calm)
+    found = propose(tried, made.outcomes, made.whole, made.steps, made.usable / made.sequences, calm)
     assert found is not None
     return found
 
