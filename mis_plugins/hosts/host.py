@@ -130,7 +130,7 @@ class Host:
 
 
 def whole_number(value: Any) -> int:
-    """The value of an argument that counts something, 50.0 too; 0 of null and of text, which a config file may hold."""
+    """The whole number of an argument that counts something: 50 of 50.0, and 0 of null or text, as a file may have."""
     return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0
 
 

@@ -162,7 +162,7 @@ class Recorder:
     rollout: the rollout of the last call of `check_rollout`.
     ran_in_rollout: whether a hook of ours ran since that call.
     warned: names of warnings that are not given again.
-    lock: held while `record` adds a micro-batch, or a report takes them, since threads of one process may train.
+    lock: held while `record` adds a micro-batch or a report takes the records, since threads of one process may train.
     """
 
     step: tuple[int, int] | None = None
@@ -352,7 +352,7 @@ class Recorder:
             logger.error("%s, judged at exit: %s", ended, error)
 
     def _taken(self) -> dict[CorrectionConfig, Recorded]:
-        """Take the records out; a thread that adds one at that moment adds it either to them or behind them."""
+        """Take the records. A thread adds a micro-batch to the records before they are taken, or to the next ones."""
         with self.lock:
             taken, self.pending = self.pending, {}
         return taken
