@@ -231,7 +231,7 @@ def from_areal(arguments: argparse.Namespace) -> str:
     """AReaL's yaml: its blocks `actor:` and `rollout:`, or their keys alone.
 
     Reads enable_segment_wise_ppo, behav_imp_weight_cap and _floor, use_decoupled_loss, use_sapo_loss, m2_threshold and
-    rejection_sampling, or behave_imp_weight_* of before. Comments say which key each setting comes from, and what to
+    rejection_sampling, or the older behave_imp_weight_*. Comments say which key each setting comes from, and what to
     pass for the keys that bound the rollout. KEY=VALUE may follow, which win.
     """
     return areal.translate(text_of(arguments.target), arguments.overrides, _asked(arguments)).text()

@@ -19,6 +19,7 @@ from mis_plugins.config.model import (
     OpsmConfig,
     Population,
     RejectRule,
+    Scope,
     SegmentWiseConfig,
     WeightConfig,
 )
@@ -36,6 +37,11 @@ AMONG: dict[Population | None, str] = {
     None: "",
     "valid": " (over all valid tokens)",
     "kept": " (over the tokens that smaller rules and bounds keep)",
+}
+WITHIN: dict[Scope, str] = {
+    "micro_batch": "the micro-batch",
+    "data_parallel": "one micro-batch of each data-parallel rank",
+    "rollout": "the rollout",
 }
 
 
@@ -57,7 +63,7 @@ def formula(config: CorrectionConfig) -> list[str]:
         lines += _objective(config)
     else:
         lines.append("L_t    = w_t * the host's policy loss of the token where keep_t, else 0")
-    count = "kept tokens" if config.denominator == "kept" else "tokens of before rejection"
+    count = "kept tokens" if config.denominator == "kept" else "tokens before rejection"
     return [*lines, f"L      = sum_t L_t / number of {count}, of each sequence"]
 
 
@@ -111,7 +117,7 @@ def mean_of(weight: WeightConfig) -> str:
     if weight.normalize is None:
         return ""
     unit = "sequences" if weight.by_sequence else "segments" if weight.by_segment else "tokens"
-    return f"its mean over the {weight.normalize.over} {unit} of the {weight.normalize.scope.replace('_', ' ')}"
+    return f"its mean over the {weight.normalize.over} {unit} of {WITHIN[weight.normalize.scope]}"
 
 
 def _rule(rule: RejectRule, trainer: str) -> str:

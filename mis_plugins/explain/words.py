@@ -335,11 +335,11 @@ def _consequences(config: CorrectionConfig) -> list[str]:
 
 def _denominator(config: CorrectionConfig) -> str:
     if config.denominator == "original":
-        return "the tokens of before rejection"
+        return "the tokens before rejection"
     if not config.needs_loss_hook:
         return (
             "the kept tokens: by the TIS hook in the policy term alone, while KL and entropy stay divided by the "
-            f"tokens of before rejection; by the loss hook ({LOSS_HOOK}) in KL and entropy too"
+            f"tokens before rejection; by the loss hook ({LOSS_HOOK}) in KL and entropy too"
         )
     dropped = "; what OPSM drops counts in the policy term alone" if config.opsm else ""
     return f"the kept tokens, in KL and entropy too{dropped}"

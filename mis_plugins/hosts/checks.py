@@ -158,7 +158,7 @@ def _text_of_other_terms(given: Given) -> str:
     setting, to_keep = f"mis.denominator: {given.config.denominator}", "denominator: kept"
     if given.has("use_mask"):
         setting, to_keep = "use_mask: the denominator of all tokens", "use_rs"
-    theirs, instead = "tokens of before rejection", f"{LOSS_HOOK} divides every term alike"
+    theirs, instead = "tokens before rejection", f"{LOSS_HOOK} divides every term alike"
     if given.host.divides_by_kept(given.args):
         theirs, instead = "kept tokens", f"use {to_keep}"
     return (
@@ -204,7 +204,7 @@ DENOMINATORS = (
         ("command", "loss"),
         "reducer beside the loss hook",
         lambda given: _drops(given) and given.reducer == REDUCER and given.in_loss_hook and not given.watches,
-        f"{REDUCER_FLAG} {REDUCER}: mis_plugins.mis.policy_loss hands a reducer the masks of before rejection, and it "
+        f"{REDUCER_FLAG} {REDUCER}: mis_plugins.mis.policy_loss hands a reducer the masks before rejection, and it "
         "would divide by all their tokens; drop it, and say mis.denominator: kept",
     ),
     Check(

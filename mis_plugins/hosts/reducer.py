@@ -41,7 +41,7 @@ def kept_token_mean(
     """
     if calculate_per_token_loss:
         raise ConfigError(
-            f"{FLAG} with --calculate-per-token-loss: the host divides by its own count of tokens, that of before "
+            f"{FLAG} with --calculate-per-token-loss: the host divides by its own count of tokens before "
             "rejection, whatever a reducer returns; drop --calculate-per-token-loss, or drop the reducer"
         )
     size, rank = _context_parallel()

@@ -86,7 +86,7 @@ def test_the_loss_hook_masks():
 def test_check_says_what_use_mask_does(config_command: ConfigCommand):
     told = config_command(FLAT | {"use_mask": True}).out
     assert "reject: tokens whose ratio is below 0.7 or above 1.5" in told
-    assert "denominator: a sequence's loss is divided by the tokens of before rejection" in told
+    assert "denominator: a sequence's loss is divided by the tokens before rejection" in told
 
 
 @pytest.mark.parametrize("lowest", [0, 0.0, -0.5])

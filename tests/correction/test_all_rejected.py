@@ -180,8 +180,8 @@ WITH_CP, ON_FSDP = mis.compute_mis_weights_with_cp, mis.compute_mis_weights_fsdp
 @pytest.mark.parametrize(
     ("hook", "config", "settings", "said"),
     [
-        (WITH_CP, KEPT, {"use_kl_loss": True}, "kept is that .* terms of --use-kl-loss, .* by the tokens of before"),
-        (WITH_CP, KEPT, {"entropy_coef": 0.01}, "terms of --entropy-coef 0.01, which .* tokens of before rejection"),
+        (WITH_CP, KEPT, {"use_kl_loss": True}, "kept is that .* terms of --use-kl-loss, .* by the tokens before"),
+        (WITH_CP, KEPT, {"entropy_coef": 0.01}, "terms of --entropy-coef 0.01, which .* tokens before rejection"),
         (WITH_CP, KEPT, {"use_kl_loss": True, "entropy_coef": 0.01}, "--use-kl-loss and --entropy-coef 0.01"),
         (WITH_CP, KEPT, {"use_kl_loss": False, "entropy_coef": 0.0}, None),
         (WITH_CP, ORIGINAL, {"use_kl_loss": True}, None),

@@ -178,7 +178,7 @@ SAID = [
     (normalized("data_parallel"), "size tokens on each data-parallel rank, so that mean and loss change", ONE_STEP),
     (normalized("rollout"), ONE_STEP, "\nnormalize: "),
     (normalized("rollout") | {"objective": {}}, "", ONE_STEP),
-    (KEPT, "by the TIS hook in the policy term alone, while KL and entropy stay divided by the tokens of before", ""),
+    (KEPT, "by the TIS hook in the policy term alone, while KL and entropy stay divided by the tokens before", ""),
     (KEPT | {"objective": {}}, "divided by the kept tokens, in KL and entropy too\n", ""),
     (KEPT | {"opsm": {"delta": 1e-4}}, "in KL and entropy too; what OPSM drops counts in the policy term alone\n", ""),
 ]  # fmt: skip

@@ -442,7 +442,7 @@ def of(**objective: Any) -> dict:
         (of(unbiased_kl=True), {}, r"mis\.objective\.unbiased_kl: true has no effect without --use-kl-loss"),
         (of(weigh_kl=True), {}, r"mis\.objective\.weigh_kl: true has no effect without --use-kl-loss"),
         *((beside, {"custom_pg_loss_reducer_function_path": "mis_plugins.mis.kept_token_mean"},
-           r"kept_token_mean: mis_plugins\.mis\.policy_loss hands a reducer the masks of before.*denominator: kept")
+           r"kept_token_mean: mis_plugins\.mis\.policy_loss hands a reducer the masks before.*denominator: kept")
           for beside in (RULES, {"opsm": {"delta": 0.1}})),
         ({"opsm": {"delta": 0.1}}, {"use_opsm": True, "opsm_delta": 0.1},
          r"--use-opsm and mis\.opsm are both set; keep one"),
@@ -592,7 +592,7 @@ def test_use_opsm_flag_is_the_hosts_own_meaning():
 def twice_the_sum(
     total_lengths: list[int], response_lengths: list[int], masks: list[Tensor], per_token: bool
 ) -> Callable[[Tensor], Tensor]:
-    """A pg-loss reducer: twice the sum, over a constant; it sees the masks of before rejection, and the host's flag."""
+    """A pg-loss reducer: twice the sum, over a constant; it sees the masks before rejection, and the host's flag."""
     assert per_token
     assert [int(m.sum()) for m in masks] == twice_the_sum.expected  # type: ignore[attr-defined]
     return lambda x: 2 * (x * torch.cat(masks)).sum() / 100

@@ -374,7 +374,7 @@ def _of_loss(where: Mapping[str, str], config: CorrectionConfig) -> Iterator[str
     elif M2 in where:
         yield (
             f"{where[M2]}: of each micro-batch in AReaL as here; the hosts cut micro-batches of their own, and divide "
-            "by the tokens of before."
+            "by all valid tokens."
         )
     yield f"AReaL {OVER_TOKENS}."
     if not is_decoupled:
