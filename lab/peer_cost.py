@@ -49,7 +49,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lab.compiled_functions import switched_on
 from lab.host_checkout import run_ranks, stand_in_for_missing_packages, start_groups
 from lab.host_modules import load
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
@@ -128,10 +127,10 @@ def called(hook: Hook, args: Namespace, kwargs: dict[str, Any]) -> Call:
 
 def compiled(call: Call) -> Call:
     """The call with the token stage by torch.compile, as Miles compiles functions of its own loss."""
-    fast = torch.compile(pipeline.token_stage, dynamic=True)
+    fast, config = torch.compile(pipeline.token_stage, dynamic=True), importlib.import_module("torch._dynamo").config
 
     def with_fast_stage() -> Any:
-        with switched_on(), mock.patch.object(pipeline, "token_stage", fast):
+        with config.patch(disable=False), mock.patch.object(pipeline, "token_stage", fast):
             return call()
 
     return with_fast_stage
