@@ -211,13 +211,11 @@ def compare_losses(host: Host, limit: int | None) -> dict[Group, Difference]:
         for qkv_format in case.formats
     ]
     for size in (1, 2):
-        ours, theirs = (
-            _summed_over(
-                host,
-                size,
-                lambda mine=mine: [ask(host, case.ours() if mine else case.theirs(), *on) for case, *on in questions],
-            )
-            for mine in (True, False)
+        ours = _summed_over(
+            host, size, lambda: [ask(host, case.ours(), batch, form) for case, batch, form in questions]
+        )
+        theirs = _summed_over(
+            host, size, lambda: [ask(host, case.theirs(), batch, form) for case, batch, form in questions]
         )
         for (case, batch, qkv_format), mine, right in zip(questions, ours, theirs, strict=True):
             found = compared(case, mine, right).asked_about(f"{batch.name}, {qkv_format}")

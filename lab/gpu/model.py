@@ -43,7 +43,7 @@ def _sample(network, plan: Plan, machine: Cuda) -> tuple[Tensor, Tensor]:
     """Sample; return prompts with their sampled tokens [B, T], and the log-prob of each sampled token [B, sampled]."""
     count, prompt, length = plan.decoded
     random = torch.Generator(machine.device).manual_seed(0)
-    tokens = torch.randint(plan.model.size.vocab_size, (count, prompt), generator=random, device=machine.device)
+    tokens = torch.randint(plan.model.vocab, (count, prompt), generator=random, device=machine.device)
     cache, measured, step = DynamicCache(config=network.config), [], tokens
     for _ in range(length):
         logits = network(input_ids=step, past_key_values=cache, use_cache=True).logits[:, -1]

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers import AttentionInterface, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from lab.gpu.attention import next_token, prefill
 from lab.gpu.machine import Cuda
-from lab.gpu.plan import Network
 from true_on_policy.contract.families import FAMILIES, Shape
 from true_on_policy.kernels import flash_attention as fa3
 from true_on_policy.models.tiny import config_of
@@ -21,12 +20,13 @@ from true_on_policy.models.tiny import config_of
 FA3 = "fa3_of_the_session"
 
 
-def build(network: Network, machine: Cuda, attention: str, dtype: torch.dtype = torch.bfloat16) -> Qwen3ForCausalLM:
+def build(shape: Shape, machine: Cuda, attention: str, dtype: torch.dtype = torch.bfloat16) -> Qwen3ForCausalLM:
     """Build a Qwen3 with equal weights for every attention; norms are not ones, which would hide the order of casts."""
     torch.manual_seed(0)
+    config = config_of(FAMILIES["qwen3-dense"], shape, dtype)
     AttentionInterface.register(FA3, flash_attention)
     with torch.device(machine.device):
-        model = Qwen3ForCausalLM._from_config(_config(network, dtype), attn_implementation=attention, dtype=dtype)
+        model = Qwen3ForCausalLM._from_config(config, attn_implementation=attention, dtype=dtype)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data = torch.rand(len(parameter), device=machine.device).to(parameter.dtype) + 0.5
@@ -41,21 +41,6 @@ def load(checkpoint: Path, machine: Cuda) -> Qwen3ForCausalLM:
     AttentionInterface.register(FA3, flash_attention)
     model: Any = Qwen3ForCausalLM.from_pretrained(checkpoint, attn_implementation=FA3, dtype="auto")
     return model.to(machine.device).eval()
-
-
-def _config(network: Network, dtype: torch.dtype) -> Qwen3Config:
-    size = network.size
-    shape = Shape(
-        hidden=size.hidden_size,
-        ffn=size.intermediate_size,
-        layers=network.layers,
-        heads=size.num_attention_heads,
-        kv_heads=size.num_key_value_heads,
-        head_dim=size.head_dim,
-        vocab=size.vocab_size,
-        tied=network.tied,
-    )
-    return config_of(FAMILIES["qwen3-dense"], shape, dtype)
 
 
 def flash_attention(

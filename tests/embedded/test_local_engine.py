@@ -17,7 +17,7 @@ from lab.host.model.engine import DecodeEngine, Generation
 from lab.host.model.quantize import at_precision, round_to_int
 from mis_plugins.errors import ConfigError, InputError
 
-CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48, rope_theta=100.0, norm_eps=1e-5)
+CONFIG = ModelConfig(32, 48, 2, 4, 2, 8, 16, rope_theta=100.0, norm_eps=1e-5)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 11], [2], [9, 9, 9, 9]]
 NO_EOS = -1
 
@@ -25,12 +25,12 @@ NO_EOS = -1
 def transformers_sizes(config: ModelConfig) -> dict[str, Any]:
     """The sizes of a config under the names of transformers."""
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
+        "vocab_size": config.vocab,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
     }
@@ -134,7 +134,7 @@ def test_the_seed_decides_the_response(weights) -> None:
 def test_every_step_draws_a_number_of_its_own(weights) -> None:
     """A head of zeros makes every distribution uniform, and token t is then `floor(V u_t)`."""
     built = engine(weights | {"lm_head.weight": torch.zeros_like(weights["lm_head.weight"])})
-    expected = (counter_uniform((5, 6, 7, 8), 9) * CONFIG.vocab_size).floor().long()
+    expected = (counter_uniform((5, 6, 7, 8), 9) * CONFIG.vocab).floor().long()
     assert [list(made.tokens) for made in generate(built)] == expected.tolist()
 
 
@@ -261,10 +261,10 @@ def test_an_engine_of_diverged_weights_or_without_weights_says_so(weights) -> No
 def test_impossible_models_and_precisions_are_refused() -> None:
     with pytest.raises(ConfigError, match="--rollout-weights: got 'int2'; choose one of fp32, bf16, int8, int4, int3"):
         DecodeEngine(CONFIG, "int2")
-    with pytest.raises(ConfigError, match="num_heads: got 3; make it a multiple of num_kv_heads, 2"):
-        ModelConfig(16, 32, 1, 3, 2, 8, 48)
+    with pytest.raises(ConfigError, match="heads: got 3; make it a multiple of kv_heads, 2"):
+        ModelConfig(32, 48, 1, 3, 2, 8, 16)
     with pytest.raises(ConfigError, match="head_dim: got 7"):
-        ModelConfig(16, 32, 1, 4, 2, 7, 48)
+        ModelConfig(32, 48, 1, 4, 2, 7, 16)
 
 
 def test_no_prompts_give_no_responses(weights) -> None:

@@ -17,7 +17,7 @@ from lab.host.model.decoding import Sampling
 from lab.host.model.engine import DecodeEngine, Generation
 from lab.host.model.quantize import at_precision
 
-CONFIG = replace(DENSE, ffn_size=24, experts=8, top_k=2)
+CONFIG = replace(DENSE, ffn=24, experts=8, top_k=2)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def hf(weights: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactor
         tie_word_embeddings=False,
         num_experts=CONFIG.experts,
         num_experts_per_tok=CONFIG.top_k,
-        moe_intermediate_size=CONFIG.ffn_size,
+        moe_intermediate_size=CONFIG.ffn,
         norm_topk_prob=True,
         architectures=["Qwen3MoeForCausalLM"],
     ).save_pretrained(folder)
