@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.errors import ConfigError
 from true_on_policy.contract.families import FAMILIES, Family, Shape
 from true_on_policy.contract.rounding import chosen, combined
 
@@ -34,12 +34,8 @@ class ModelConfig(Shape):
     qk_norm: bool = True
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ConfigError(f"heads: got {self.heads}; make it a multiple of kv_heads, {self.kv_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim: got {self.head_dim}; RoPE rotates pairs, so make it even")
-        if self.experts and not 0 < self.top_k <= self.experts:
-            raise ConfigError(f"top_k: got {self.top_k}; give at least 1, at most experts, {self.experts}")
 
     @property
     def family(self) -> Family:
@@ -89,13 +85,8 @@ class LeftPadded:
     padding: Int[Tensor, " B"]
 
     @classmethod
-    def of(cls, sequences: Sequence[Sequence[int]], vocab_size: int) -> LeftPadded:
+    def of(cls, sequences: Sequence[Sequence[int]]) -> LeftPadded:
         longest = max(map(len, sequences))
-        for index, sequence in enumerate(sequences):
-            if not len(sequence):
-                raise InputError(f"sequence {index} is empty; give it at least one token")
-            if min(sequence) < 0 or max(sequence) >= vocab_size:
-                raise InputError(f"sequence {index}: {list(sequence)} leaves the vocabulary, 0 to {vocab_size - 1}")
         padding = [longest - len(sequence) for sequence in sequences]
         rows = [[0] * pad + list(sequence) for pad, sequence in zip(padding, sequences, strict=True)]
         return cls(torch.tensor(rows), torch.tensor(padding))
