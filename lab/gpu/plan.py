@@ -46,7 +46,7 @@ class Plan:
 # The contract of the session: Qwen3-4B's full shapes on the kernels that Megatron's trainer pins, for any ranks.
 CONTRACT = gpu_contract("qwen3-dense", "megatron")
 QWEN3_4B = MODELS["qwen3-4B"][1]
-WIDTHS = astuple(QWEN3_4B)  # hidden, MLP, heads, key-value heads, head, vocabulary
+WIDTHS = dict(zip(("hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"), astuple(QWEN3_4B), strict=True))
 
 FULL = Plan(
     size=QWEN3_4B,
@@ -56,7 +56,7 @@ FULL = Plan(
     attention=(4, 2048, 32, 4096),
     model=Shape(1024, 3072, 4, 16, 8, 128, 8192, tied=False),
     decoded=(8, 64, 192),
-    timed_model=Shape(*WIDTHS[:2], 4, *WIDTHS[2:], tied=True),
+    timed_model=Shape(layers=4, tied=True, **WIDTHS),
     batch=(4, 1024),
     corrected=((256, 128), (256, 8192)),
     hostile=20.0,
