@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, Qwen3ForCausalLM
+from transformers import AttentionInterface, DynamicCache, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from lab.gpu.attention import next_token, prefill
@@ -55,6 +55,20 @@ def flash_attention(
         return prefill(library, query, key, value), None
     seen = torch.full((len(key),), key.shape[1], dtype=torch.int32, device=key.device)
     return next_token(library, query, key, value, seen), None
+
+
+def sampled(
+    model: Qwen3ForCausalLM, tokens: Tensor, length: int, random: torch.Generator, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Sample behind tokens [B, T] from a cache, log_softmax in `dtype`; return tokens and log-probs, [B, length]."""
+    cache, step, drawn, measured = DynamicCache(config=model.config), tokens, [], []
+    for _ in range(length):
+        logits = model(input_ids=step, past_key_values=cache, use_cache=True).logits[:, -1]
+        distribution = logits.to(dtype).log_softmax(-1).float()
+        step = distribution.exp().multinomial(1, generator=random)
+        drawn.append(step)
+        measured.append(distribution.gather(1, step))
+    return torch.cat(drawn, 1), torch.cat(measured, 1)
 
 
 def log_probs(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
