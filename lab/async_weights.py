@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 
-from lab.experiments.runner import Arm, in_ranks, made_with, parsed, run_arms, this_code
+from lab.experiments.runner import Arm, made_with, parsed, run_arms, this_code
 from lab.host.cli.arguments import parse_args
 from lab.provenance import markdown_table, write_json, write_record
 
@@ -60,7 +60,7 @@ def main() -> int:
     made = {**made_with(PROGRAM), "load average": load}
     places = [(bound, lr, seed) for seed in options.seeds for bound in BOUNDS for lr in plan.rates]
     arms = {place: _arm(*place, plan, options.runs) for place in places}
-    if code := run_arms(list(arms.values()), options.processes, this_code()):
+    if code := run_arms(list(arms.values()), this_code()):
         return code
     rows = [
         {"bound": bound, "lr": lr, "seed": seed, "found": json.loads((arm.folder / "found.json").read_text())}
@@ -77,7 +77,7 @@ def _arm(bound: int, lr: str, seed: int, plan: Plan, root: Path) -> Arm:
     args = parse_args([*command_line(lr, seed, folder, root), *plan.flags])
     work = partial(_write, args, bound, plan.bias_rollouts, folder / "found.json")
     settings = {"arguments": vars(args), "bound": bound, "rollouts": plan.bias_rollouts}
-    return Arm(folder, settings, lambda: in_ranks(1, work))
+    return Arm(folder, settings, work)
 
 
 def command_line(lr: str, seed: int, folder: Path, root: Path) -> list[str]:

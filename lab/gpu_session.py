@@ -11,7 +11,6 @@ model       a Qwen3 that decodes, against itself as a trainer, by bytes
 kernels     equal rows in batches of 1 to 8192: stock, pinned by Megatron-core's mode, DeepGEMM's, by bytes
 cost        each pinned kernel, a log-prob forward and a training step, over stock
 probes      the tests marked gpu: the probes of both contracts on the real kernels
-compiled    torch.compile: which functions of a layer keep their bits, and the step with those compiled
 engine      a real SGLang against a trainer, by bytes; only where a user asks for it and SGLang is installed
 """
 

@@ -6,16 +6,11 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
 import torch
-
-
-def load(path: str) -> Callable[..., Any]:
-    """The function at `package.module.name`. An error of the module's import passes."""
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,7 @@ class Host:
     @property
     def tis(self) -> Callable[..., Any]:
         """The TIS hook of the host's own mis.py."""
-        return load(self.tis_path)
+        return resolve_name(self.tis_path)
 
     @property
     def cp(self) -> ModuleType:

@@ -26,7 +26,7 @@ import itertools
 import math
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from lab.host_checkout import CannotCompare, build_parser, load_host, run_ranks,
 from lab.host_modules import Host
 from lab.parity.cases import Batch, Case, batches, config_product
 from lab.parity.drive import OURS, Ask, Outcome, asker, drive, host_args
-from lab.parity.loss_hook import LossCase, ask, compared, loss_cases
+from lab.parity.loss_hook import ask, compared, loss_cases
 from lab.parity.verdict import (
     GRADIENT_TOLERANCE,
     METRIC_TOLERANCE,
@@ -172,13 +172,18 @@ def compare_context_parallel(host: Host, limit: int | None) -> dict[Group, Diffe
 
 
 def _over_ranks(host: Host, size: int, cases: list[Case], batch: Batch, qkv_format: str) -> list[Outcome]:
+    ask = asker(host, False, qkv_format)
+    return _summed_over(host, size, lambda: [ask(case, batch, OURS) for case in cases])
+
+
+def _summed_over(host: Host, size: int, answered: Callable[[], list[Outcome]]) -> list[Outcome]:
+    """The outcomes of context-parallel ranks, each added up over the ranks."""
+
     def work(rank: int) -> list[Outcome]:
         start_groups(host.name, size)
-        ask = asker(host, False, qkv_format)
-        return [ask(case, batch, OURS) for case in cases]
+        return answered()
 
-    ranks = run_ranks(size, work)
-    return [_summed(answers) for answers in zip(*ranks, strict=True)]
+    return [_summed(answers) for answers in zip(*run_ranks(size, work), strict=True)]
 
 
 def _summed(answers: tuple[Outcome, ...]) -> Outcome:
@@ -206,24 +211,16 @@ def compare_losses(host: Host, limit: int | None) -> dict[Group, Difference]:
         for qkv_format in case.formats
     ]
     for size in (1, 2):
-        ours, theirs = (_losses_over_ranks(host, size, questions, mine) for mine in (True, False))
+        ours = _summed_over(
+            host, size, lambda: [ask(host, case.ours(), batch, form) for case, batch, form in questions]
+        )
+        theirs = _summed_over(
+            host, size, lambda: [ask(host, case.theirs(), batch, form) for case, batch, form in questions]
+        )
         for (case, batch, qkv_format), mine, right in zip(questions, ours, theirs, strict=True):
             found = compared(case, mine, right).asked_about(f"{batch.name}, {qkv_format}")
             groups[f"the host's own, CP {size}", case.name].worse_of(found)
     return groups
-
-
-def _losses_over_ranks(
-    host: Host, size: int, questions: list[tuple[LossCase, Batch, str]], ours: bool
-) -> list[Outcome]:
-    def work(rank: int) -> list[Outcome]:
-        start_groups(host.name, size)
-        return [
-            ask(host, case.ours() if ours else case.theirs(), batch, qkv_format)
-            for case, batch, qkv_format in questions
-        ]
-
-    return [_summed(answers) for answers in zip(*run_ranks(size, work), strict=True)]
 
 
 HEADINGS = tuple("compared with,group,runs,loss,gradient,metrics,mask tokens,mis.py gave,verdict".split(","))

@@ -38,6 +38,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import chdir, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +46,6 @@ import torch
 
 from lab.host_arguments import STOOD_IN
 from lab.host_checkout import build_parser, stand_in_for_missing_packages
-from lab.host_modules import load
 from lab.in_host.launching import submitted
 from lab.provenance import as_markdown, markdown_table, provenance, write_record
 from mis_plugins.config.reading import from_args
@@ -248,7 +248,7 @@ def _weights(args: Namespace) -> tuple[list[float], list[float]]:
     from drive import one_rank
 
     batch = ratio_batch([[0.6, 1.5], [1.2], [0.9, 3.0]])
-    hook = load(args.custom_tis_function_path)
+    hook = resolve_name(args.custom_tis_function_path)
     loss, _, _ = hook(args=args, **batch.hook_kwargs(), parallel_state=one_rank())
     config = {name: value for name, value in as_mapping(from_args(args)).items() if value is not None}
     corrected = oracle.correct(batch.samples, config)

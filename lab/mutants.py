@@ -10,7 +10,6 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
@@ -85,17 +84,12 @@ class Mutant:
         return _within_call(self.tree, self.line)
 
 
-def mutants_of(path: Path, name: str) -> list[Mutant]:
-    """Return all mutants of a file, in the order of its lines.
+def mutants(source: str, name: str) -> list[Mutant]:
+    """Return all mutants of a source text, in the order of its lines.
 
     Args:
         name: what the mutants call the file.
     """
-    return mutants(path.read_text(encoding="utf-8"), name)
-
-
-def mutants(source: str, name: str) -> list[Mutant]:
-    """Return all mutants of a source text."""
     tree = ast.parse(source)
     met: Counter[str] = Counter()
     found = []

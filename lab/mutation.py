@@ -47,7 +47,7 @@ import pytest
 import torch
 import yaml
 
-from lab.mutants import Mutant, mutants_of
+from lab.mutants import Mutant, mutants
 from lab.provenance import as_given, as_markdown, markdown_table, measured_with, parser_of, write_record
 from mis_plugins.shared.files import write_text
 from mis_plugins.shared.numerals import count, whole
@@ -424,7 +424,7 @@ def main() -> int:
 
 def sampled(files: Sequence[str], options: Any, of_math: bool) -> list[Mutant]:
     """Return all mutants of the files that are named, or as many as `--sample` says."""
-    every = [mutant for file in files for mutant in mutants_of(REPOSITORY / file, file)]
+    every = [mutant for file in files for mutant in mutants((REPOSITORY / file).read_text(), file)]
     if options.files or not options.sample:
         return every
     if not of_math:

@@ -39,6 +39,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -49,9 +50,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lab.compiled_functions import switched_on
 from lab.host_checkout import run_ranks, stand_in_for_missing_packages, start_groups
-from lab.host_modules import load
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
 from lab.tallies import peak_bytes, tally
 from mis_plugins import mis
@@ -60,9 +59,8 @@ from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.packing.layout import zigzag
 from mis_plugins.shared.terminal import print_table
 
-OURS = "mis_plugins.mis.compute_mis_weights_with_cp"
+OURS = mis.compute_mis_weights_with_cp
 MILES = "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
-LOOP = "lab.peer_cost.sequence_by_sequence"
 PROMPT, UPPER = 32, 2.0
 SHAPES = ((256, 128, 128), (256, 16, 1024), (256, 16, 8192), (64, 16, 8192))  # sequences, shortest, longest response
 SMOKE = ((8, 128, 128), (64, 128, 128))
@@ -128,10 +126,10 @@ def called(hook: Hook, args: Namespace, kwargs: dict[str, Any]) -> Call:
 
 def compiled(call: Call) -> Call:
     """The call with the token stage by torch.compile, as Miles compiles functions of its own loss."""
-    fast = torch.compile(pipeline.token_stage, dynamic=True)
+    fast, config = torch.compile(pipeline.token_stage, dynamic=True), importlib.import_module("torch._dynamo").config
 
     def with_fast_stage() -> Any:
-        with switched_on(), mock.patch.object(pipeline, "token_stage", fast):
+        with config.patch(disable=False), mock.patch.object(pipeline, "token_stage", fast):
             return call()
 
     return with_fast_stage
@@ -163,7 +161,7 @@ def sequence_by_sequence(
     losses, masks, metrics = [], [], []
     for number, part in enumerate(pg_loss.split([len(x) for x in given["train_log_probs"]])):
         one = {name: values[number : number + 1] for name, values in given.items()}
-        loss, mask, named = load(OURS)(args, pg_loss=part, **one)
+        loss, mask, named = OURS(args, pg_loss=part, **one)
         float(loss.detach().sum())
         losses.append(loss)
         masks += mask
@@ -174,13 +172,13 @@ def sequence_by_sequence(
 def of_hooks(kwargs: dict[str, Any], with_miles: bool) -> dict[str, Call]:
     """Our hook by what it hands back, and Miles's where it can be imported."""
     ours = {name: hook_args(name, TOKEN_TIS) for name in ("none", "full", "watch")}
-    calls = {f"ours, {name}": called(load(OURS), args, kwargs) for name, args in ours.items()}
-    calls |= {f"ours, {name} + host": averaged(load(OURS), ours[name], kwargs) for name in ("full", "watch")}
-    calls["ours, mis.yaml"] = called(load(OURS), hook_args("full"), kwargs)
+    calls = {f"ours, {name}": called(OURS, args, kwargs) for name, args in ours.items()}
+    calls |= {f"ours, {name} + host": averaged(OURS, ours[name], kwargs) for name in ("full", "watch")}
+    calls["ours, mis.yaml"] = called(OURS, hook_args("full"), kwargs)
     if with_miles:
-        theirs = hook_args(None, TOKEN_TIS)
-        calls |= {"mis.py": called(load(MILES), theirs, kwargs), "mis.py + host": averaged(load(MILES), theirs, kwargs)}
-        calls["mis.py, mis.yaml"] = called(load(MILES), hook_args(None), kwargs)
+        theirs, args = resolve_name(MILES), hook_args(None, TOKEN_TIS)
+        calls |= {"mis.py": called(theirs, args, kwargs), "mis.py + host": averaged(theirs, args, kwargs)}
+        calls["mis.py, mis.yaml"] = called(theirs, hook_args(None), kwargs)
     return calls
 
 

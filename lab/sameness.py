@@ -119,12 +119,9 @@ def bits(lengths: Sequence[int]) -> Iterator[Row]:
         yield Row("1 and 2 threads", preset, f"{len(threads)} digest", "1", len(threads) == 1)
         other = answer(args, permuted(kwargs, order))
         parts = [x.split([lengths[i] for i in order]) for x in other[:2]]
-        loss, masks = (torch.cat([x for _, x in sorted(zip(order, part, strict=True), key=_first)]) for part in parts)
+        places = sorted(range(len(order)), key=order.__getitem__)
+        loss, masks = (torch.cat([part[place] for place in places]) for part in parts)
         yield _beside("order of sequences", preset, (loss, masks), (first[0], first[1]))
-
-
-def _first(pair: tuple[int, Any]) -> int:
-    return pair[0]
 
 
 def _beside(check: str, of: str, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Row:

@@ -180,7 +180,7 @@ HOLD = {
     "lab/ladder": "mismatch by number format and preset: pages and pictures",
     "lab/parity": "both hosts' mis.py beside ours",
     "lab/pages": "pages that are made of records",
-    "lab/experiments": "asynchronous runs and the search for a collapse: their pages' commands",
+    "lab/experiments": "stale weights beside the on-policy gradient: the command of their page",
     "tests/hosts": "each hook of each host, and ranks that fail, lag or disagree over real processes",
     "tests/support": "float64 oracles that share no code with the product, batches, stand-ins of hosts and GPUs",
     "tests/embedded": "the embedded host",

@@ -22,25 +22,23 @@ if __name__ == "__main__":
 
 import itertools
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, SimpleNamespace
+from types import CodeType
 from typing import Any
 
-import torch
-import yaml
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mis_plugins
+from lab.peer_cost import hook_kwargs
 from lab.provenance import as_markdown, parser_of, provenance, target, write_record
+from lab.sameness import args_of
 from mis_plugins import mis
 
 PACKAGE = Path(mis_plugins.__file__).parent
-PRESETS = PACKAGE.parent / "yaml"
 SERVED = ("mis", "geometric-mis", "tis", "cis", "icepop", "sequence", "seq-mask-tis", "geometric-rs")
 GENERATED = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")  # parts of a function, not functions
 
@@ -177,29 +175,17 @@ def _stops(opened: Iterable[CodeType]) -> Iterator[Stop]:
 
 def hook_call(preset: str) -> tuple[Call, Sequence[Tensor]]:
     """Build a call of the TIS hook with a preset, on three sequences, to loss and masks; and its log-probs."""
-    keys = yaml.safe_load((PRESETS / f"{preset}.yaml").read_text())
-    keys["mis"]["metrics"] = "none"
-    args = Namespace(**{"use_tis": True, "qkv_format": "thd", "get_mismatch_metrics": False, **keys})
-    lengths = [4, 2, 3]
-    proximal = [-torch.ones(length) for length in lengths]
-    behavior = [x + 5e-4 for x in proximal]
-    alone = SimpleNamespace(rank=0, size=1, group=None)
-    groups = SimpleNamespace(cp=alone, tp=alone, effective_dp=alone, effective_dp_cp=alone, is_ulysses_cp=False)
+    args, kwargs = args_of(preset), hook_kwargs([4, 2, 3], cp=1, rank=0)
+    args.mis["metrics"] = "none"
+    both = kwargs["train_log_probs"], kwargs["rollout_log_probs"]
+    for proximal, behavior in zip(*both, strict=True):
+        behavior.copy_(proximal + 5e-4)  # which no preset rejects
 
     def run() -> Iterable[Tensor]:
-        loss, masks, _ = mis.compute_mis_weights_with_cp(
-            args,
-            pg_loss=torch.ones(sum(lengths)),
-            train_log_probs=proximal,
-            rollout_log_probs=behavior,
-            loss_masks=[torch.ones(length, dtype=torch.int) for length in lengths],
-            total_lengths=[length + 1 for length in lengths],
-            response_lengths=lengths,
-            parallel_state=groups,
-        )
+        loss, masks, _ = mis.compute_mis_weights_with_cp(args, **kwargs)
         return [loss, *masks]
 
-    return run, [*proximal, *behavior]
+    return run, [*both[0], *both[1]]
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ Row = list[float]
 Formula = Callable[[list[Row]], list[Row]]
 CLAMP, MEAN_FLOOR = 20.0, 1e-8
 PENALTY = 1e-3  # `kl_tau` of prime-rl where nothing is set
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")  # of TRL and of ms-swift
 VERL_RULES = ("", "token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_sum_k1", "seq_mean_k3", "seq_max_k3")
 uppers, lowers = st.sampled_from([1.0001, 1.05, 2.0, 5.0]), st.sampled_from([0.1, 0.5, 0.9])
 
@@ -173,6 +174,18 @@ def of_openrlhf(row: Row, level: str, mode: str, low: float, high: float) -> Row
     if mode == "clip":
         return [max(low, min(r, high)) for r in ratios]
     return [r if low <= j <= high else 0.0 for r, j in zip(ratios, judged, strict=True)]
+
+
+SETTINGS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Formula]]] = {
+    "verl": (verl_settings(), of_verl),
+    "TRL": (
+        st.tuples(st.sampled_from(MODES), uppers, st.none() | lowers),
+        lambda said: of_trl(said[0], said[1], said[2] or 0.0),
+    ),
+    "ms-swift": (st.tuples(st.sampled_from(MODES), uppers), lambda said: of_swift(*said)),
+    "AReaL": (areal_settings(), lambda said: of_areal(**said)),
+}
+"""By package, settings of its own at random, and its formula under them."""
 
 
 def slope_of_prime_rl(

@@ -163,29 +163,25 @@ def loss_of_openrlhf(x: Given, target: Tensor, said: tuple[str, str, float, floa
 PACKAGES = {
     "Miles's mis.py": Package(flat_configs(), formulas.of_mis_py, loss_of_mis_py, nested, reach_of_mis_py),
     "verl 0.9.1": Package(
-        formulas.verl_settings(),
-        formulas.of_verl,
+        *formulas.SETTINGS["verl"],
         lambda x, target, said: (verl.decoupled_loss(x, target, verl.Settings(said), "token-sum"), 1.0),
         verl.mapping_of,
         lambda said: "sequence" if "seq" in f"{said.get('rollout_is')} {said.get('rollout_rs')}" else "token",
     ),
     "TRL 1.16.0": Package(
-        st.tuples(st.sampled_from(trl.MODES), uppers, st.none() | lowers),
-        lambda said: formulas.of_trl(said[0], said[1], said[2] or 0.0),
+        *formulas.SETTINGS["TRL"],
         loss_of_trl,
         lambda said: trl.mapping_of(*said),
         lambda said: said[0].partition("_")[0],
     ),
     "ms-swift 4.6.0": Package(
-        st.tuples(st.sampled_from(ms_swift.MODES), uppers),
-        lambda said: formulas.of_swift(*said),
+        *formulas.SETTINGS["ms-swift"],
         loss_of_swift,
         lambda said: ms_swift.mapping_of(*said),
         lambda said: said[0].partition("_")[0],
     ),
     "AReaL 1.0.4": Package(
-        formulas.areal_settings(),
-        lambda said: formulas.of_areal(**said),
+        *formulas.SETTINGS["AReaL"],
         loss_of_areal,
         lambda said: areal.mapping_of(areal.settings(**said)),
         lambda said: said["level"],

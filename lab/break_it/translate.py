@@ -20,7 +20,6 @@ from batches import host_args, ratio_batch
 from hypothesis import strategies as st
 
 from lab.break_it import formulas
-from lab.break_it.formulas import Formula, lowers, uppers
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.config.writing import to_yaml
@@ -40,16 +39,13 @@ class Framework:
     """How a framework says what its formula takes.
 
     program: what its command line begins with; `settings` there are `KEY=VALUE`, or of `flags` `--KEY VALUE`.
-    drawn: what its formula takes, at random.
-    keys: the same in the framework's keys.
+    keys: what its formula takes, in the framework's keys.
     """
 
     translate: Callable[..., Translation]
     program: str
     flags: bool
-    drawn: st.SearchStrategy[Any]
     keys: Callable[[Any], dict[str, Any]]
-    formula: Callable[[Any], Formula]
 
 
 def without_none(settings: dict[str, Any]) -> dict[str, Any]:
@@ -63,22 +59,19 @@ def under(path: str, settings: dict[str, Any]) -> dict[str, Any]:
 FRAMEWORKS = {
     "ms-swift": Framework(
         ms_swift.translate, "swift rlhf --rlhf_type grpo", True,
-        st.tuples(st.sampled_from(sorted(ms_swift.MODES)), uppers),
-        lambda settings: dict(zip(SWIFT, settings, strict=True)), lambda settings: formulas.of_swift(*settings),
+        lambda settings: dict(zip(SWIFT, settings, strict=True)),
     ),
     "TRL": Framework(
-        trl.translate, "trl grpo", True, st.tuples(st.sampled_from(trl.MODES), uppers, st.none() | lowers),
+        trl.translate, "trl grpo", True,
         lambda settings: {"use_vllm": True} | without_none(dict(zip(TRL, settings, strict=True))),
-        lambda settings: formulas.of_trl(settings[0], settings[1], settings[2] or 0.0),
     ),
     "verl": Framework(
-        verl.translate, "python3 -m verl.trainer.main_ppo", False, formulas.verl_settings(),
-        lambda settings: under(IS, {"rollout_is": None} | settings), formulas.of_verl,
+        verl.translate, "python3 -m verl.trainer.main_ppo", False,
+        lambda settings: under(IS, {"rollout_is": None} | settings),
     ),
     "AReaL": Framework(
-        areal.translate, "python3 -m areal.launcher.local train.py", False, formulas.areal_settings(),
+        areal.translate, "python3 -m areal.launcher.local train.py", False,
         lambda settings: {"actor.use_decoupled_loss": True} | without_none(under(RULES, settings)),
-        lambda settings: formulas.of_areal(**settings),
     ),
 }  # fmt: skip
 
@@ -113,8 +106,7 @@ def cases(draw: st.DrawFn) -> tuple[str, str, Any]:
     name = draw(st.sampled_from([*FRAMEWORKS, "prime-rl"]))
     if name == "prime-rl":
         return name, *draw(prime_rl_tomls())
-    framework = FRAMEWORKS[name]
-    settings = draw(framework.drawn)
+    framework, settings = FRAMEWORKS[name], draw(formulas.SETTINGS[name][0])
     return name, spelled(draw, framework, framework.keys(settings)), settings
 
 
@@ -134,15 +126,15 @@ def prime_rl_tomls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...]]:
 
 def judge(case: tuple[str, str, Any]) -> str:
     name, text, meant = case
-    return judge_prime_rl(text, meant) if name == "prime-rl" else judge_weights(FRAMEWORKS[name], text, meant)
+    return judge_prime_rl(text, meant) if name == "prime-rl" else judge_weights(name, text, meant)
 
 
-def judge_weights(framework: Framework, text: str, meant: Any) -> str:
-    said = yaml.safe_load(to_yaml(framework.translate(text).mis))["mis"]
+def judge_weights(name: str, text: str, meant: Any) -> str:
+    said = yaml.safe_load(to_yaml(FRAMEWORKS[name].translate(text).mis))["mis"]
     batch = ratio_batch(RATIOS)
     weights, masks, _ = mis.compute_mis_weights(host_args(mis=said), **batch.lists())
     assert weights is not None, "nothing is weighed"
-    for i, wanted in enumerate(framework.formula(meant)([[math.log(r) for r in row] for row in RATIOS])):
+    for i, wanted in enumerate(formulas.SETTINGS[name][1](meant)([[math.log(r) for r in row] for row in RATIOS])):
         found, kept = (weights[i] * masks[i]).tolist(), sum(masks[i].tolist())
         scale = len(wanted) / kept if said.get("denominator") == "kept" and kept else 1.0
         assert torch.allclose(torch.tensor(found), torch.tensor(wanted) * scale, rtol=1e-4, atol=0), (

@@ -13,8 +13,7 @@ from lab.gpu.machine import Call, Cuda, moved
 from lab.gpu.plan import Plan
 from lab.gpu.receipt import Result
 from lab.host_checkout import stand_in_for_missing_packages, start_groups
-from lab.host_modules import load
-from lab.peer_cost import LOOP, called, hook_args, hook_kwargs, of_hooks
+from lab.peer_cost import called, hook_args, hook_kwargs, of_hooks, sequence_by_sequence
 from mis_plugins import mis
 from mis_plugins.hosts.step_report import Recorder
 
@@ -29,7 +28,8 @@ def correction(plan: Plan, machine: Cuda) -> Iterator[Result]:
     mis.RECORDER = Recorder(step=(1, 0))
     for sequences, length in plan.corrected:
         kwargs = moved(hook_kwargs([length] * sequences, cp=1, rank=0), machine.device)
-        ways = of_hooks(kwargs, with_miles) | {"a loop, mis.yaml": called(load(LOOP), hook_args("full"), kwargs)}
+        ways = of_hooks(kwargs, with_miles)
+        ways["a loop, mis.yaml"] = called(sequence_by_sequence, hook_args("full"), kwargs)
         floor = _floor(machine, sequences * length)
         copied = ("a copy of what goes in and out", floor, 1.0, 0.0, "none")
         yield Result(

@@ -137,7 +137,7 @@ def _decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tupl
 
 def _model(plan: Plan, machine: Cuda) -> Iterator[Case]:
     count, length = plan.batch
-    tokens = torch.randint(plan.timed_model.size.vocab_size, (count, length), device=machine.device)
+    tokens = torch.randint(plan.timed_model.vocab, (count, length), device=machine.device)
     by_sdpa, by_fa3 = (qwen3.build(plan.timed_model, machine, name) for name in ("sdpa", qwen3.FA3))
     batch = f"{count} x {length} tokens"
     forward = torch.no_grad()(qwen3.log_probs)

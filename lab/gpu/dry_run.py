@@ -1,7 +1,7 @@
 """A dry run of a session on a CPU, at tiny sizes: every line runs on swapped kernels, and no figure means anything.
 
 Triton's kernels are interpreted. The tests' stand-ins replace FlashAttention-3 and DeepGEMM, `StandIn` replaces
-SGLang, and a function takes the place of its compiled self. A wait is counted where an operator would wait on CUDA.
+SGLang. A wait is counted where an operator would wait on CUDA.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 
-from lab import compiled_functions
 from lab.gpu.machine import Call, Cuda
 from lab.gpu.plan import CONTRACT, TINY
 from lab.tallies import Tallying, peak_bytes
@@ -29,7 +28,6 @@ from true_on_policy.kernels.provider import Undo
 TESTS = Path(__file__).resolve().parents[2] / "tests" / "support"
 DEVICE = torch.device("cpu")
 SHORTER = {"SIZES": (1, 40), "LENGTHS": (1, 3), "FEW": (1, 2)}
-NOT_COMPILED = {"ROWS": (2, 1), "_compile": lambda function: (function, ["a stand-in for a graph"])}
 
 
 class Cpu:
@@ -80,8 +78,6 @@ def swapped() -> Iterator[Cuda]:
             stack.enter_context(mock.patch.object(module, "device", lambda: DEVICE))
         for name, value in SHORTER.items():
             stack.enter_context(mock.patch.object(probes, name, value))
-        for name, value in NOT_COMPILED.items():
-            stack.enter_context(mock.patch.object(compiled_functions, name, value))
         stack.enter_context(mock.patch.object(gpu, "PROBED", TINY.size))
         interpreted = _interpreted(megatron.pin, triton_interpreter.on_cpu)
         stack.enter_context(mock.patch.object(megatron, "pin", interpreted))

@@ -97,7 +97,7 @@ def _requests(plan: Plan, seed: int) -> list[Request]:
     prompts = [prompt - i * (prompt - 1) // count for i in range(count)]
     return [
         Request(
-            tuple(torch.randint(plan.model.size.vocab_size, (tokens,), generator=random).tolist()),
+            tuple(torch.randint(plan.model.vocab, (tokens,), generator=random).tolist()),
             prompt + length - tokens,
             seed=count * seed + i,
         )

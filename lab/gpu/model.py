@@ -11,7 +11,6 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from lab.gpu import qwen3
 from lab.gpu.kernels import installed
@@ -43,15 +42,9 @@ def _sample(network, plan: Plan, machine: Cuda) -> tuple[Tensor, Tensor]:
     """Sample; return prompts with their sampled tokens [B, T], and the log-prob of each sampled token [B, sampled]."""
     count, prompt, length = plan.decoded
     random = torch.Generator(machine.device).manual_seed(0)
-    tokens = torch.randint(plan.model.size.vocab_size, (count, prompt), generator=random, device=machine.device)
-    cache, measured, step = DynamicCache(config=network.config), [], tokens
-    for _ in range(length):
-        logits = network(input_ids=step, past_key_values=cache, use_cache=True).logits[:, -1]
-        distribution = logits.float().log_softmax(-1)
-        step = distribution.exp().multinomial(1, generator=random)
-        measured.append(distribution.gather(1, step))
-        tokens = torch.cat([tokens, step], 1)
-    return tokens, torch.cat(measured, 1)
+    tokens = torch.randint(plan.model.vocab, (count, prompt), generator=random, device=machine.device)
+    drawn, measured = qwen3.sampled(network, tokens, length, random)
+    return torch.cat([tokens, drawn], 1), measured
 
 
 def _rows(x: Tensor) -> list[Tensor]:

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
+from true_on_policy.contract.families import Shape
 from true_on_policy.contract.gpu import MODELS, Size, gpu_contract
-
-
-@dataclass(frozen=True)
-class Network:
-    """A Qwen3 of given sizes and number of layers."""
-
-    size: Size
-    layers: int
-    tied: bool
 
 
 @dataclass(frozen=True)
@@ -41,9 +33,9 @@ class Plan:
     timed_rows: tuple[int, ...]
     append: tuple[int, int]
     attention: tuple[int, int, int, int]
-    model: Network
+    model: Shape
     decoded: tuple[int, int, int]
-    timed_model: Network
+    timed_model: Shape
     batch: tuple[int, int]
     corrected: tuple[tuple[int, int], ...]
     hostile: float
@@ -53,16 +45,18 @@ class Plan:
 
 # The contract of the session: Qwen3-4B's full shapes on the kernels that Megatron's trainer pins, for any ranks.
 CONTRACT = gpu_contract("qwen3-dense", "megatron")
+QWEN3_4B = MODELS["qwen3-4B"][1]
+WIDTHS = dict(zip(("hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"), astuple(QWEN3_4B), strict=True))
 
 FULL = Plan(
-    size=MODELS["qwen3-4B"][1],
+    size=QWEN3_4B,
     rows=(1, 2, 7, 64, 300, 1024, 8192),
     timed_rows=(1, 64, 1024, 8192),
     append=(4, 1024),
     attention=(4, 2048, 32, 4096),
-    model=Network(Size(1024, 3072, 16, 8, 128, 8192), layers=4, tied=False),
+    model=Shape(1024, 3072, 4, 16, 8, 128, 8192, tied=False),
     decoded=(8, 64, 192),
-    timed_model=Network(MODELS["qwen3-4B"][1], layers=4, tied=True),
+    timed_model=Shape(layers=4, tied=True, **WIDTHS),
     batch=(4, 1024),
     corrected=((256, 128), (256, 8192)),
     hostile=20.0,
@@ -76,9 +70,9 @@ TINY = Plan(
     timed_rows=(1, 3),
     append=(2, 5),
     attention=(1, 6, 2, 5),
-    model=Network(Size(32, 32, 2, 1, 16, 32), layers=1, tied=False),
+    model=Shape(32, 32, 1, 2, 1, 16, 32, tied=False),
     decoded=(2, 3, 3),
-    timed_model=Network(Size(32, 32, 2, 1, 16, 32), layers=1, tied=True),
+    timed_model=Shape(32, 32, 1, 2, 1, 16, 32, tied=True),
     batch=(2, 4),
     corrected=((3, 20),),
     hostile=0.0,

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers import AttentionInterface, DynamicCache, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from lab.gpu.attention import next_token, prefill
 from lab.gpu.machine import Cuda
-from lab.gpu.plan import Network
 from true_on_policy.contract.families import FAMILIES, Shape
 from true_on_policy.kernels import flash_attention as fa3
 from true_on_policy.models.tiny import config_of
@@ -21,12 +20,13 @@ from true_on_policy.models.tiny import config_of
 FA3 = "fa3_of_the_session"
 
 
-def build(network: Network, machine: Cuda, attention: str, dtype: torch.dtype = torch.bfloat16) -> Qwen3ForCausalLM:
+def build(shape: Shape, machine: Cuda, attention: str, dtype: torch.dtype = torch.bfloat16) -> Qwen3ForCausalLM:
     """Build a Qwen3 with equal weights for every attention; norms are not ones, which would hide the order of casts."""
     torch.manual_seed(0)
+    config = config_of(FAMILIES["qwen3-dense"], shape, dtype)
     AttentionInterface.register(FA3, flash_attention)
     with torch.device(machine.device):
-        model = Qwen3ForCausalLM._from_config(_config(network, dtype), attn_implementation=attention, dtype=dtype)
+        model = Qwen3ForCausalLM._from_config(config, attn_implementation=attention, dtype=dtype)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data = torch.rand(len(parameter), device=machine.device).to(parameter.dtype) + 0.5
@@ -43,21 +43,6 @@ def load(checkpoint: Path, machine: Cuda) -> Qwen3ForCausalLM:
     return model.to(machine.device).eval()
 
 
-def _config(network: Network, dtype: torch.dtype) -> Qwen3Config:
-    size = network.size
-    shape = Shape(
-        hidden=size.hidden_size,
-        ffn=size.intermediate_size,
-        layers=network.layers,
-        heads=size.num_attention_heads,
-        kv_heads=size.num_key_value_heads,
-        head_dim=size.head_dim,
-        vocab=size.vocab_size,
-        tied=network.tied,
-    )
-    return config_of(FAMILIES["qwen3-dense"], shape, dtype)
-
-
 def flash_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **unused: Any
 ) -> tuple[Tensor, None]:
@@ -70,6 +55,20 @@ def flash_attention(
         return prefill(library, query, key, value), None
     seen = torch.full((len(key),), key.shape[1], dtype=torch.int32, device=key.device)
     return next_token(library, query, key, value, seen), None
+
+
+def sampled(
+    model: Qwen3ForCausalLM, tokens: Tensor, length: int, random: torch.Generator, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Sample behind tokens [B, T] from a cache, log_softmax in `dtype`; return tokens and log-probs, [B, length]."""
+    cache, step, drawn, measured = DynamicCache(config=model.config), tokens, [], []
+    for _ in range(length):
+        logits = model(input_ids=step, past_key_values=cache, use_cache=True).logits[:, -1]
+        distribution = logits.to(dtype).log_softmax(-1).float()
+        step = distribution.exp().multinomial(1, generator=random)
+        drawn.append(step)
+        measured.append(distribution.gather(1, step))
+    return torch.cat(drawn, 1), torch.cat(measured, 1)
 
 
 def log_probs(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ COMMIT = re.compile(r"[0-9a-f]{12,40}")
 DIFFERENCE = "first difference"
 COUNTS = ("of", "comparisons")  # columns that say how many values a demand compares; `equal` stands beside them
 LONGEST = 300  # characters of a text as a page shows it
-# The sections in the order in which a difference is looked for: single operations before whole models.
+# The sections in the order in which a difference is looked for: single operations before whole models. Receipts of
+# earlier sessions have `compiled`.
 OPERATIONS_FIRST = ("attention", "kernels", "probes", "correction", "hostile", "compiled", "model", "engine")
 
 

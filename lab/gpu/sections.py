@@ -26,7 +26,6 @@ SECTIONS = {
     "kernels": 180,
     "cost": 180,
     "probes": 70,
-    "compiled": 300,
     "engine": 450,
 }
 # The section `engine` is left out: SGLang comes in a second set of wheels.

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from lab.gpu import qwen3
 from lab.gpu.kernels import installed
@@ -103,13 +102,16 @@ class StandIn:
     def versions(self) -> dict[str, str]:
         return {}
 
+    @torch.no_grad()
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        with self._kernels():
+        with self._kernels(), torch.autocast("cpu", torch.bfloat16):
             return [self._sample(request) for request in requests]
 
+    @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[Tensor]:
-        with self._kernels():
-            return [self._score(sample) for sample in samples]
+        with self._kernels(), torch.autocast("cpu", torch.bfloat16):
+            scored = (qwen3.log_probs(self._network, torch.tensor([one.sequence]))[0] for one in samples)
+            return [row[-len(one.tokens) :] for row, one in zip(scored, samples, strict=True)]
 
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
         self._network, self._version = qwen3.load(checkpoint, self._machine), version
@@ -118,22 +120,6 @@ class StandIn:
         """Do nothing: the stand-in has no process beside this one."""
 
     def _sample(self, request: Request) -> Sample:
-        random = torch.Generator().manual_seed(request.seed)
-        cache, step, tokens, found = DynamicCache(config=self._network.config), request.prompt, [], []
-        for _ in range(request.length):
-            logits = self._logits(step, past_key_values=cache, use_cache=True)[-1]
-            scored = logits.to(self._dtype).log_softmax(-1).float()
-            step = (int(scored.exp().multinomial(1, generator=random)),)
-            tokens.append(step[0])
-            found.append(scored[step[0]])
-        return Sample(request, tuple(tokens), torch.stack(found), self._version)
-
-    def _score(self, sample: Sample) -> Tensor:
-        scored = self._logits(sample.sequence)[:-1].float().log_softmax(-1)
-        sampled = torch.tensor(sample.tokens)
-        return scored[-len(sampled) :].gather(1, sampled[:, None])[:, 0]
-
-    @torch.no_grad()
-    def _logits(self, tokens: Sequence[int], **cached) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self._network(input_ids=torch.tensor([tokens]), **cached).logits[0]
+        random, prompt = torch.Generator().manual_seed(request.seed), torch.tensor([request.prompt])
+        tokens, log_probs = qwen3.sampled(self._network, prompt, request.length, random, self._dtype)
+        return Sample(request, tuple(tokens[0].tolist()), log_probs[0], self._version)

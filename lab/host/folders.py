@@ -1,7 +1,6 @@
-"""Where runs and experiments write: no run is written over an earlier one.
+"""Where runs write: no run is written over an earlier one.
 
-A run that would meet an earlier one in its folder takes the next number: FOLDER-2, FOLDER-3 and so on. An experiment
-finds its runs by name: there the earlier run takes the number.
+A run that would meet an earlier one in its folder takes the next number: FOLDER-2, FOLDER-3 and so on.
 """
 
 from __future__ import annotations
@@ -63,12 +62,6 @@ def unused(folder: Path, runs: Iterable[str] = (".",)) -> Path:
     free = _numbered(folder)
     print(f"{folder} holds an earlier run; the new one goes to {free}", file=sys.stderr)
     return free
-
-
-def set_aside(folder: Path) -> None:
-    """Give a folder that holds an earlier run a number: the name is wanted for a new run."""
-    if _holds_run(folder):
-        folder.rename(_numbered(folder))
 
 
 def _holds_run(folder: Path) -> bool:

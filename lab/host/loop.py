@@ -51,13 +51,13 @@ COSINE_ROLLOUTS = 4
 
 def model_config(args: Namespace, vocab_size: int) -> ModelConfig:
     return ModelConfig(
-        vocab_size=vocab_size,
-        hidden_size=args.hidden_size,
-        num_layers=args.num_layers,
-        num_heads=args.num_attention_heads,
-        num_kv_heads=args.num_query_groups,
+        vocab=vocab_size,
+        hidden=args.hidden_size,
+        layers=args.num_layers,
+        heads=args.num_attention_heads,
+        kv_heads=args.num_query_groups,
         head_dim=args.kv_channels,
-        ffn_size=args.moe_ffn_hidden_size if args.num_experts else args.ffn_hidden_size,
+        ffn=args.moe_ffn_hidden_size if args.num_experts else args.ffn_hidden_size,
         qk_norm=args.qk_layernorm,
         experts=args.num_experts or 0,
         top_k=args.moe_router_topk or 0,

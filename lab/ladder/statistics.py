@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_plugins.config.terms.divergence import k1, k3
+
 RESAMPLES = 400
 POSITIONS = (0, 16, 64, 256, 1024)
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 1.0)
@@ -44,16 +46,6 @@ class Pair:
     @property
     def positions(self) -> Tensor:
         return torch.cat([torch.arange(length) for length in self.lengths.tolist()])
-
-
-def k1(log_ratio: Tensor) -> Tensor:
-    """The estimate -log r of KL(mu || pi)."""
-    return -log_ratio
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """The estimate r - 1 - log r of KL(mu || pi), which is never negative."""
-    return log_ratio.expm1() - log_ratio
 
 
 def summary(pair: Pair) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from lab.host.model.decoding import Decoding, Sampling, Unfinished
 from lab.host.model.engine import DecodeEngine
 from lab.host.model.model import initial_weights
 
-CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48)
+CONFIG = ModelConfig(32, 48, 2, 4, 2, 8, 16)
 LENGTH = 9
 FREE = Sampling(LENGTH, 1.0, eos=-1)
 PROMPTS = [(1, 2, 3), (4, 5, 6, 7, 8, 11), (2,), (9, 9, 9, 9)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.host.folders import CHECKPOINT, METRICS, SUMMARY, run_folder, set_aside, unused
+from lab.host.folders import CHECKPOINT, METRICS, SUMMARY, run_folder, unused
 from mis_plugins.errors import ConfigError
 from true_on_policy.hosts.config import BitwiseConfig
 
@@ -58,20 +58,6 @@ def test_a_run_of_several_parts_is_seen_by_any_of_them(tmp_path: Path) -> None:
     a_run(tmp_path / "demo/corrected")
     assert unused(tmp_path / "demo", ("uncorrected", "corrected")) == tmp_path / "demo-2"
     assert unused(tmp_path / "demo", ("uncorrected",)) == tmp_path / "demo"
-
-
-def test_an_earlier_run_is_set_aside_whole_and_what_is_no_run_stays(tmp_path: Path) -> None:
-    name = tmp_path / "tis"
-    for number in ("first", "second"):
-        (a_run(name) / "number.txt").write_text(number)
-        set_aside(name)
-        assert not name.exists()
-    assert (tmp_path / "tis-2/number.txt").read_text() == "first"
-    assert (tmp_path / "tis-3/number.txt").read_text() == "second"
-    (tmp_path / "notes").mkdir()
-    for no_run in ("missing", "notes"):
-        set_aside(tmp_path / no_run)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "tis-2", "tis-3"]
 
 
 def test_a_checkpoint_of_another_run_is_not_written_over(tmp_path: Path) -> None:

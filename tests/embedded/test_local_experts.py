@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from test_local_engine import CONFIG as DENSE
-from test_local_engine import NO_EOS, PROMPTS, hf_log_probs, transformers_sizes
+from test_local_engine import NO_EOS, PROMPTS, hf_log_probs
 from test_local_parallel import Grid, assert_same_run, drawn, settings, train, yaml  # noqa: F401
 from test_local_true_on_policy import EXPERTS
 from tolerances import FP32_LOG_PROB
@@ -16,8 +15,9 @@ from tolerances import FP32_LOG_PROB
 from lab.host.model.decoding import Sampling
 from lab.host.model.engine import DecodeEngine, Generation
 from lab.host.model.quantize import at_precision
+from true_on_policy.models.tiny import config_of
 
-CONFIG = replace(DENSE, ffn_size=24, experts=8, top_k=2)
+CONFIG = replace(DENSE, ffn=24, experts=8, top_k=2)
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +33,7 @@ def hf(weights: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactor
     from safetensors.torch import save_file
 
     folder = tmp_path_factory.mktemp("qwen3-moe")
-    sizes: dict[str, Any] = transformers_sizes(CONFIG)
-    transformers.AutoConfig.for_model(
-        "qwen3_moe",
-        **sizes,
-        head_dim=CONFIG.head_dim,
-        tie_word_embeddings=False,
-        num_experts=CONFIG.experts,
-        num_experts_per_tok=CONFIG.top_k,
-        moe_intermediate_size=CONFIG.ffn_size,
-        norm_topk_prob=True,
-        architectures=["Qwen3MoeForCausalLM"],
-    ).save_pretrained(folder)
+    config_of(CONFIG.family, CONFIG, torch.float32).save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return transformers.Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 

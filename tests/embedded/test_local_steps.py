@@ -19,7 +19,7 @@ from lab.host.rollout.serving import SERVING
 from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 
-CONFIG = ModelConfig(vocab_size=16, hidden_size=32, ffn_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
+CONFIG = ModelConfig(hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8, vocab=16)
 PROMPTS = ((1, 2, 3), (4,), (5, 6, 7, 8, 9))
 
 

@@ -11,18 +11,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from lab.gpu import engine, qwen3, sglang_server
 from lab.gpu.dry_run import Cpu
 from lab.gpu.machine import Cuda
-from lab.gpu.plan import TINY, Network
+from lab.gpu.plan import TINY
 from lab.gpu.receipt import Result
 from lab.gpu.sglang_server import STOCK, TARGET
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.gpu import Size
+from true_on_policy.contract.families import Shape
 from true_on_policy.engines.sglang.engine import SGLang
 from true_on_policy.kernels.pin import pinned
 
 pytestmark = pytest.mark.timeout(2400)  # each of three servers may take 600 s to start
 
 CONTRACT = Contract(dtype="bf16")
-PLAN = replace(TINY, model=Network(Size(128, 256, 4, 2, 32, 320), layers=2, tied=False), decoded=(4, 9, 12))
+PLAN = replace(TINY, model=Shape(128, 256, 2, 4, 2, 32, 320, tied=False), decoded=(4, 9, 12))
 
 
 def on_cpu(checkpoint: Path, mode: str) -> SGLang:

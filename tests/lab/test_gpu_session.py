@@ -162,7 +162,7 @@ def test_a_wrong_case_is_a_difference_that_a_receipt_names(monkeypatch: pytest.M
     assert found.holds is False and exit_code([Section("hostile", "done", 0.0, (found,))]) == 1
     wrong = ("wrong", 1, "seed 1: weight 0:0: got 1.0, expected 2.0")
     assert found.rows == (("right", hostile.A_ROUND, ""), wrong)
-    assert {*receipt.OPERATIONS_FIRST} == {*sections.SECTIONS} - {"ceilings", "cost"}
+    assert {*receipt.OPERATIONS_FIRST} - {"compiled"} == {*sections.SECTIONS} - {"ceilings", "cost"}
 
 
 @needs_triton
@@ -177,18 +177,6 @@ def test_every_kernel_has_its_cost(dry_run):
     for row in rows:
         stock = (row["stock ms"] + row["again ms"]) / 2
         assert row["pinned / stock"] == pytest.approx(row["pinned ms"] / stock)
-
-
-@needs_triton
-def test_compiled_functions_are_compared_and_a_step_with_them_is_timed(dry_run):
-    functions = [row["function"] for row in table(dry_run["compiled"], "Functions of a layer")]
-    assert functions == ["rms_norm"] * 2 + ["add_residual", "rms_norm", "add_residual", "rotated", "gated"] + (
-        ["linear"] * 5 + ["log_softmax"]
-    )
-    (link,) = table(dry_run["compiled"], "A step with compiled functions")
-    assert link["equal"] == link["of"] == 6
-    (step,) = table(dry_run["compiled"], "Cost: a step")
-    assert step["compiled"] == "rms_norm add_residual" and step["compiled / eager"] > 0
 
 
 def section(ended: str, *found: Result) -> Section:

@@ -9,6 +9,7 @@ import yaml
 
 from lab import peer_cost, size, walk
 from mis_plugins import mis
+from mis_plugins.config.loading import presets
 from mis_plugins.hosts.step_report import Recorder
 
 LOADED = (7_500, 53)  # lines and modules
@@ -36,7 +37,7 @@ def test_a_large_room_says_which_promise_holds_its_lines():
     assert all(len(room) == 3 for room in rooms if int(room[0].replace(",", "")) > 1_500)
 
 
-PRESETS = {name: yaml.safe_load((walk.PRESETS / f"{name}.yaml").read_text()) for name in walk.SERVED}
+PRESETS = {name: yaml.safe_load(presets()[name].read_text()) for name in walk.SERVED}
 
 
 @pytest.mark.parametrize("keys", [peer_cost.MIS_YAML, *PRESETS.values()], ids=["mis.yaml", *PRESETS])

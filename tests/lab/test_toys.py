@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from lab.async_weights import FULL, command_line
 from lab.demo import RUNS
 from lab.demo import command_line as command_line_of_demo
-from lab.experiments.runner import run_arms, training
+from lab.experiments.runner import Arm, run_arms
 from lab.host import report
 from lab.host.cli.arguments import parse_args
 from lab.host.folders import SUMMARY
+from lab.host.loop import run_rank
 from lab.toys import DRAWN, RESULTS
 from mis_plugins.__main__ import load
 from mis_plugins.config.loading import presets
@@ -77,17 +79,18 @@ def hook(file: Path | None) -> list[str]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     root = tmp_path_factory.mktemp("presets")
 
-    def words(name: str, file: Path | None, precision: str) -> list[str]:
+    def arm(name: str, file: Path | None, precision: str) -> Arm:
         shared = ["--warmup-cache", str(root / "warm"), "--output", str(root / name), "--quiet", "--smoke"]
         signs = "--advantage-estimator reinforce --reward-shift -1 --rollout-weights".split()
-        return [*signs, precision, *hook(file), *shared]
+        args = parse_args([*signs, precision, *hook(file), *shared])
+        return Arm(root / name, {}, partial(run_rank, args))
 
     made = {"uncorrected": (None, "int3"), "matched": (None, "fp32")}
     made |= {name: (file, "int3") for name, file in DENSE.items()}
-    arms = {name: training(lambda name=name, how=how: words(name, *how)) for name, how in made.items()}
+    arms = {name: arm(name, *how) for name, how in made.items()}
     with pytest.MonkeyPatch.context() as patch:  # pictures would take three quarters of the time
         patch.setattr(report, "draw_histories", lambda histories, output: None)
-        assert run_arms([*arms.values()], 2, None) == 0
+        assert run_arms([*arms.values()], None) == 0
     return {name: json.loads((arm.folder / SUMMARY).read_text()) for name, arm in arms.items()}
 
 

@@ -14,7 +14,7 @@ def teacher_forced(
     engine: DecodeEngine, sequences: Sequence[Sequence[int]], response_lengths: Sequence[int], temperature: float = 1.0
 ) -> list[Tensor]:
     """Log-probs of the last `response_lengths[i]` tokens of each sequence."""
-    batch = LeftPadded.of(sequences, engine.config.vocab_size)
+    batch = LeftPadded.of(sequences)
     logits = engine.decoder.forward(batch.tokens, engine.decoder.cache(batch, 0))[:, :-1]
     log_probs = (logits.float() / temperature).log_softmax(-1)
     picked = log_probs.gather(-1, batch.tokens[:, 1:, None])[..., 0]

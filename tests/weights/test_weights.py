@@ -494,7 +494,7 @@ class Served:
 
 
 def test_the_embedded_host_stops_at_a_stale_engine_and_names_the_tensor(capfd: pytest.CaptureFixture[str]) -> None:
-    config = ModelConfig(VOCABULARY, HIDDEN, 1, HEADS, GROUPS, HEAD, FFN, qk_norm=False)
+    config = ModelConfig(HIDDEN, FFN, 1, HEADS, GROUPS, HEAD, VOCABULARY, qk_norm=False)
     before = {name: weight for name, weight in checkpoint().items() if "bias" not in name}
     after = before | {f"{LAYER}.self_attn.v_proj.weight": before[f"{LAYER}.self_attn.v_proj.weight"] + 1}
 

@@ -18,74 +18,61 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.errors import ConfigError
+from true_on_policy.contract.families import FAMILIES, Family, Shape
 from true_on_policy.contract.rounding import chosen, combined
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Shape):
     """A Qwen3-shaped decoder: GQA, QK-norm, RMSNorm, SwiGLU, RoPE, an untied head and no bias.
 
     Without `qk_norm` the decoder is Llama-shaped, with `experts` a Qwen3-MoE.
-
-    ffn_size: width of the MLP; in a mixture of experts, of each expert.
-    experts, top_k: how many experts each layer has, and how many of them a token takes; 0 in a dense model.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_size: int
-    rope_theta: float = 1e6
-    norm_eps: float = 1e-6
+    tied: bool = False
     qk_norm: bool = True
-    experts: int = 0
-    top_k: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_heads: got {self.num_heads}; make it a multiple of num_kv_heads, {self.num_kv_heads}"
-            )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim: got {self.head_dim}; RoPE rotates pairs, so make it even")
-        if self.experts and not 0 < self.top_k <= self.experts:
-            raise ConfigError(f"top_k: got {self.top_k}; give at least 1, at most experts, {self.experts}")
+
+    @property
+    def family(self) -> Family:
+        """The family that computes what our own decoder computes."""
+        return FAMILIES["qwen3-moe" if self.experts else "qwen3-dense" if self.qk_norm else "llama"]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter by its Hugging Face name; a matrix is [out, in]."""
-        hidden, head = self.hidden_size, self.head_dim
+        hidden, head = self.hidden, self.head_dim
         norms = {"self_attn.q_norm": (head,), "self_attn.k_norm": (head,)} if self.qk_norm else {}
         layer = {
             "input_layernorm": (hidden,),
-            "self_attn.q_proj": (self.num_heads * head, hidden),
-            "self_attn.k_proj": (self.num_kv_heads * head, hidden),
-            "self_attn.v_proj": (self.num_kv_heads * head, hidden),
-            "self_attn.o_proj": (hidden, self.num_heads * head),
+            "self_attn.q_proj": (self.heads * head, hidden),
+            "self_attn.k_proj": (self.kv_heads * head, hidden),
+            "self_attn.v_proj": (self.kv_heads * head, hidden),
+            "self_attn.o_proj": (hidden, self.heads * head),
             **norms,
             "post_attention_layernorm": (hidden,),
             **self._mlp_shapes(),
         }
         return {
-            "model.embed_tokens.weight": (self.vocab_size, hidden),
+            "model.embed_tokens.weight": (self.vocab, hidden),
             **{
                 f"model.layers.{index}.{name}.weight": shape
-                for index in range(self.num_layers)
+                for index in range(self.layers)
                 for name, shape in layer.items()
             },
             "model.norm.weight": (hidden,),
-            "lm_head.weight": (self.vocab_size, hidden),
+            "lm_head.weight": (self.vocab, hidden),
         }
 
     def _mlp_shapes(self) -> dict[str, tuple[int, ...]]:
-        wide, narrow = (self.ffn_size, self.hidden_size), (self.hidden_size, self.ffn_size)
+        wide, narrow = (self.ffn, self.hidden), (self.hidden, self.ffn)
         if not self.experts:
             return {"mlp.gate_proj": wide, "mlp.up_proj": wide, "mlp.down_proj": narrow}
         each = {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}
-        return {"mlp.gate": (self.experts, self.hidden_size)} | {
+        return {"mlp.gate": (self.experts, self.hidden)} | {
             f"mlp.experts.{number}.{name}": shape for number in range(self.experts) for name, shape in each.items()
         }
 
@@ -98,13 +85,8 @@ class LeftPadded:
     padding: Int[Tensor, " B"]
 
     @classmethod
-    def of(cls, sequences: Sequence[Sequence[int]], vocab_size: int) -> LeftPadded:
+    def of(cls, sequences: Sequence[Sequence[int]]) -> LeftPadded:
         longest = max(map(len, sequences))
-        for index, sequence in enumerate(sequences):
-            if not len(sequence):
-                raise InputError(f"sequence {index} is empty; give it at least one token")
-            if min(sequence) < 0 or max(sequence) >= vocab_size:
-                raise InputError(f"sequence {index}: {list(sequence)} leaves the vocabulary, 0 to {vocab_size - 1}")
         padding = [longest - len(sequence) for sequence in sequences]
         rows = [[0] * pad + list(sequence) for pad, sequence in zip(padding, sequences, strict=True)]
         return cls(torch.tensor(rows), torch.tensor(padding))
@@ -149,19 +131,19 @@ class Decoder:
         self.embedding = held["model.embed_tokens.weight"]
         self.norm = held["model.norm.weight"]
         self.head = held["lm_head.weight"]
-        self.layers = [_layer_weights(config, held, index) for index in range(config.num_layers)]
+        self.layers = [_layer_weights(config, held, index) for index in range(config.layers)]
 
     def cache(self, batch: LeftPadded, max_new_tokens: int) -> KVCache:
         """An empty cache with room for the batch and `max_new_tokens` more."""
         config, dtype = self.config, self.embedding.dtype
         slots = batch.tokens.shape[1] + max_new_tokens
-        shape = (config.num_layers, len(batch.tokens), config.num_kv_heads, slots, config.head_dim)
+        shape = (config.layers, len(batch.tokens), config.kv_heads, slots, config.head_dim)
         bias = torch.where(_visible(batch.padding, slots), 0.0, -torch.inf).to(dtype)
         cos, sin = _rotation(batch.padding, slots, config)
         keys, values = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
         routes = None
         if config.experts:
-            routes = torch.empty(config.num_layers, len(batch.tokens), slots, config.top_k, dtype=torch.int32)
+            routes = torch.empty(config.layers, len(batch.tokens), slots, config.top_k, dtype=torch.int32)
         return KVCache(keys, values, bias, cos.to(dtype), sin.to(dtype), routes)
 
     def forward(self, tokens: Int[Tensor, "B T"], cache: KVCache) -> Float[Tensor, "B T V"]:
@@ -177,7 +159,7 @@ class Decoder:
     def _attention(
         self, hidden: Float[Tensor, "B T E"], layer: LayerWeights, cache: KVCache, index: int, slots: slice
     ) -> Float[Tensor, "B T E"]:
-        heads, groups = self.config.num_heads, self.config.num_kv_heads
+        heads, groups = self.config.heads, self.config.kv_heads
         qkv = F.linear(self._rms_norm(hidden, layer.input_norm), layer.qkv)
         qk, value = qkv.unflatten(-1, (-1, self.config.head_dim)).split((heads + groups, groups), dim=2)
         qk = qk if layer.qk_norm is None else self._rms_norm(qk, layer.qk_norm)
@@ -248,7 +230,7 @@ def _layer_weights(config: ModelConfig, held: Mapping[str, Tensor], index: int) 
     mlp = f"model.layers.{index}.mlp"
 
     def norm_of_each_head() -> Tensor:
-        counts = [("q", config.num_heads), ("k", config.num_kv_heads)]
+        counts = [("q", config.heads), ("k", config.kv_heads)]
         return torch.cat([joined(f"self_attn.{kind}_norm").expand(count, -1) for kind, count in counts])
 
     return LayerWeights(

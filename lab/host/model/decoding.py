@@ -71,7 +71,7 @@ class Decoding:
         self.sampling, self.stale_cache = sampling, False
         self._decoder, self._responses = decoder, list(responses)
         self._added: list[list[int]] = [[] for _ in responses]
-        batch = LeftPadded.of([one.prompt + one.tokens for one in responses], decoder.config.vocab_size)
+        batch = LeftPadded.of([one.prompt + one.tokens for one in responses])
         drawn = [len(one.tokens) for one in responses]
         self._padding = batch.padding.tolist()
         self._cache = decoder.cache(batch, sampling.max_new_tokens - min(drawn))

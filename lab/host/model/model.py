@@ -52,7 +52,7 @@ def build_model(config: ModelConfig, state: ParallelState, args: Namespace) -> G
     return GPTModel(
         config=_transformer_config(config, state, args),
         transformer_layer_spec=spec,
-        vocab_size=config.vocab_size,
+        vocab_size=config.vocab,
         max_sequence_length=1 << 20,  # RoPE needs no table; Megatron only stores the number
         position_embedding_type="rope",
         rotary_base=int(config.rope_theta),
@@ -63,12 +63,12 @@ def build_model(config: ModelConfig, state: ParallelState, args: Namespace) -> G
 
 def _transformer_config(config: ModelConfig, state: ParallelState, args: Namespace) -> TransformerConfig:
     return TransformerConfig(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_heads,
-        num_query_groups=config.num_kv_heads,
+        num_layers=config.layers,
+        hidden_size=config.hidden,
+        num_attention_heads=config.heads,
+        num_query_groups=config.kv_heads,
         kv_channels=config.head_dim,
-        ffn_hidden_size=config.ffn_size,
+        ffn_hidden_size=config.ffn,
         layernorm_epsilon=config.norm_eps,
         qk_layernorm=config.qk_norm,
         tensor_model_parallel_size=state.tp.size,
@@ -83,7 +83,7 @@ def _experts(config: ModelConfig, args: Namespace) -> dict[str, Any]:
     return {
         "num_moe_experts": config.experts,
         "moe_router_topk": config.top_k,
-        "moe_ffn_hidden_size": config.ffn_size,
+        "moe_ffn_hidden_size": config.ffn,
         "moe_router_pre_softmax": args.true_on_policy,  # scores of all experts, which the agreed order divides
         "moe_enable_routing_replay": args.use_rollout_routing_replay,
         **experts.RUNS_HERE,
@@ -112,7 +112,7 @@ def packed_logits(model: torch.nn.Module, layout: Layout, loss_mask: Tensor | No
 def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     """Fresh weights by Hugging Face name: norms 1, the rest normal, scaled by depth where they enter the residual."""
     generator = torch.Generator().manual_seed(seed)
-    depth = (2 * config.num_layers) ** -0.5
+    depth = (2 * config.layers) ** -0.5
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
         if len(shape) == 1:
@@ -149,7 +149,7 @@ class Naming:
         return [{name: places.long() for name, places in one.items()} for one in held]
 
     def _held_by(self, rank: int, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        shard = Shard(rank, self.tp.size, self.config.num_kv_heads)
+        shard = Shard(rank, self.tp.size, self.config.kv_heads)
         return {name: shard.parameter(name, whole) for name in self.parameters}
 
     def sharded(self, parameter: str) -> bool:

@@ -25,10 +25,9 @@ def contracted(args: Namespace, config: ModelConfig) -> Contract | None:
     """The contract of trainer and engine, in float32 as the trainer; None without `--true-on-policy`."""
     if not args.true_on_policy:
         return None
-    from lab.host.rollout.served import model_family, model_shape
     from true_on_policy.models.tiny import config_of
 
-    shapes = Shapes.of(config_of(model_family(config), model_shape(config), torch.float32))
+    shapes = Shapes.of(config_of(config.family, config, torch.float32))
     return Contract(dtype="fp32", shapes=shapes)
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Sampling
 from lab.host.model.engine import Generation
-from true_on_policy.contract.families import FAMILIES, Family, Shape
 from true_on_policy.engines.protocol import Cut, Engine, Request, Sample
 from true_on_policy.errors import DifferenceError
 from true_on_policy.models.tiny import config_of
@@ -34,7 +33,7 @@ class Served:
 
     def __init__(self, config: ModelConfig, start: Callable[[Path], Engine]) -> None:
         self.version = -1
-        self._family, self._shape, self._start = model_family(config), model_shape(config), start
+        self._config, self._start = config, start
         self._folder = TemporaryDirectory(prefix="mis-weights-")
         self._engine: Engine | None = None
 
@@ -45,7 +44,7 @@ class Served:
             EngineError: the engine did not start, or refuses them.
         """
         checkpoint = Path(self._folder.name) / str(version)
-        config_of(self._family, self._shape, next(iter(weights.values())).dtype).save_pretrained(checkpoint)
+        config_of(self._config.family, self._config, next(iter(weights.values())).dtype).save_pretrained(checkpoint)
         save_file(dict(weights), checkpoint / "model.safetensors", {"format": "pt"})
         if self._engine is None:
             self._engine = self._start(checkpoint)
@@ -113,31 +112,6 @@ class ServedEngine(Served):
         if not comparison.equal:
             raise DifferenceError(f"--check-weights-every, weights {self.version}: {comparison}")
         return comparison.compared
-
-
-def model_family(config: ModelConfig) -> Family:
-    """The family that computes what our own decoder computes."""
-    if config.experts:
-        return FAMILIES["qwen3-moe"]
-    return FAMILIES["qwen3-dense" if config.qk_norm else "llama"]
-
-
-def model_shape(config: ModelConfig) -> Shape:
-    """The shape of a model in the terms of `true_on_policy`."""
-    return Shape(
-        hidden=config.hidden_size,
-        ffn=config.ffn_size,
-        layers=config.num_layers,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab=config.vocab_size,
-        tied=False,
-        rope_theta=config.rope_theta,
-        norm_eps=config.norm_eps,
-        experts=config.experts,
-        top_k=config.top_k,
-    )
 
 
 def _until(eos: int, sample: Sample) -> Generation:
