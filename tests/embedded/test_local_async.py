@@ -343,7 +343,7 @@ def test_log_and_summary_hold_both_variances_by_age(tmp_path: Path, warm: Path, 
     last = rows[-1]
     for name in ("avg", "std", "min", "max", "ess", "var/segment_wise", "var/standard"):
         assert {f"behav_imp_weight/{name}", f"behav_imp_weight/{name}/age_2"} <= last.keys()
-    assert {"behav_kl/avg", "behav_kl/avg/age_1", "recompute/seconds"} <= last.keys()
+    assert {"behav_kl/avg", "behav_kl/avg/age_1", "recompute/seconds", "loglinear/error/rms/age_2"} <= last.keys()
     assert last["staleness/tokens"] == sum(last[f"staleness/tokens/age_{age}"] for age in ages(last))
     assert last["staleness/unknown"] == 0
     assert 0 < summary["recompute/share"] < 1 and summary["recompute/tokens"] > 0
@@ -364,7 +364,7 @@ def test_switched_off_nothing_is_recomputed_and_the_standard_weights_are_measure
     flags = f"{SEGMENT_WISE} --custom-config-path {path} --async --max-head-offpolicyness 2"
     assert run(flags, tmp_path, warm, rollouts=4) == 0
     names = {name for row in records(tmp_path) for name in row}
-    assert not [name for name in names if name.startswith("recompute")]
+    assert not [name for name in names if name.startswith(("recompute", "loglinear"))]
     assert {"behav_imp_weight/avg", "behav_imp_weight/std/age_2", "behav_imp_weight/var/standard"} <= names
     assert "behav_imp_weight/var/segment_wise" not in names
     assert "staleness/tokens/age_2" in names, "ages are of the rollout, not of its weights"

@@ -18,8 +18,9 @@ from segmentwise_rows import CURRENT, applied, config_of, flat, numerator_of, ro
 from tolerances import step_atol, step_weight_atol, weight_rtol
 
 from lab.break_it import segments
+from lab.host.asynchronous.measure import loglinear_error_by_age
 from mis_plugins.errors import InputError
-from mis_plugins.metrics.staleness import AGES, weight_metrics, weights_by_age
+from mis_plugins.metrics.staleness import AGES, metrics_by_age, weight_metrics, weights_by_age
 from mis_plugins.metrics.totals import Partials
 from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, admitted, lacking, proximal_t
 
@@ -108,6 +109,11 @@ def measured(row: Sequence[Token], config: SegmentWiseConfig) -> Partials:
     return weights_by_age(numerator, flat(row, "proximal"), behavior, written_of(row), valid, weighed)
 
 
+def errors(row: Sequence[Token]) -> Partials:
+    valid = flat(row, "valid", torch.bool)
+    return loglinear_error_by_age(flat(row, "proximal"), flat(row, "behavior"), written_of(row), valid)
+
+
 def groups(row: Sequence[Token]) -> dict[str, list[Token]]:
     """All tokens, and those of each age, as the metrics name them."""
     found = {"": list(row)}
@@ -170,6 +176,27 @@ def test_the_smallest_weights_count_as_others_do():
     weighed = applied(numerator, behavior, valid, SegmentWiseConfig())
     found = weight_metrics(weights_by_age(numerator, numerator, behavior, written, valid, weighed))
     assert found["behav_imp_weight/ess"] == found["behav_imp_weight/ess/age_2"] == pytest.approx(1.0)
+
+
+@given(rows)
+def test_loglinear_error(row: list[Token]):
+    counted = [
+        token for token in row if token.valid and token.version >= 0 and token.age >= 2 and token.recomputed is not None
+    ]
+    metrics = metrics_by_age(errors(row))
+    if not counted:
+        assert metrics == {}
+        return
+    gaps = [oracle.numerator(token, Spec(method="loglinear")) - token.recomputed for token in counted]  # type: ignore[operator]
+    steps = [token.recomputed - token.behavior for token in counted]  # type: ignore[operator]
+    mean_square = lambda xs: math.fsum(x * x for x in xs) / len(xs)  # noqa: E731
+    expected = {
+        "avg": math.fsum(gaps) / len(gaps), "abs": math.fsum(map(abs, gaps)) / len(gaps),
+        "rms": math.sqrt(mean_square(gaps)), "max": max(map(abs, gaps)), "step_rms": math.sqrt(mean_square(steps)),
+    }  # fmt: skip
+    for name, value in expected.items():
+        # The line is drawn in float32, at log-probs of at most 10 in size.
+        assert metrics[f"loglinear/error/{name}"] == pytest.approx(value, abs=step_weight_atol(len(row), 10.0))
 
 
 def test_the_last_age_holds_all_above():

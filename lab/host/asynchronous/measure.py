@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from lab.host.train.batch import pack
 from lab.host.train.parallel import ParallelState
@@ -16,10 +19,13 @@ from lab.host.train.trainer import RolloutData
 from mis_plugins.config.model import CorrectionConfig, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import from_args
 from mis_plugins.correction.pipeline import correct
-from mis_plugins.metrics.staleness import weight_metrics, weights_by_age
+from mis_plugins.correction.ratios import finite
+from mis_plugins.metrics.quantity import Quantity, largest, mean, mean_square
+from mis_plugins.metrics.staleness import by_age, metrics_by_age, weight_metrics, weights_by_age
+from mis_plugins.metrics.totals import Partials
 from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ranks
-from mis_plugins.versions.segment_wise import BehaviorWeight, Written, proximal_t
+from mis_plugins.versions.segment_wise import STORED_FROM, BehaviorWeight, Written, loglinear, proximal_t
 
 OURS = "mis_plugins."
 
@@ -49,7 +55,7 @@ def _bounded(config: SegmentWiseConfig, weight: WeightConfig) -> SegmentWiseConf
 
 
 def measured(state: ParallelState, data: RolloutData, config: SegmentWiseConfig) -> dict[str, float]:
-    """`weight_metrics` of a whole rollout before it is trained on. Collective."""
+    """`weight_metrics` of a whole rollout before it is trained on, and its errors where they exist. Collective."""
     layout = pack(data["tokens"], data["response_lengths"], state.cp.rank, state.cp.size)
     mask = torch.cat(data["loss_masks"]).bool()[layout.response_index]
     proximal, behavior = torch.cat(data["log_probs"]), torch.cat(data["rollout_log_probs"])
@@ -60,8 +66,35 @@ def measured(state: ParallelState, data: RolloutData, config: SegmentWiseConfig)
     bounded = correct(numerator, behavior, row, CorrectionConfig(config.weight, metrics="none"))
     applied = BehaviorWeight(bounded.weights, bounded.keep)
     weights = weights_by_age(numerator, proximal, behavior, written, mask, applied)
+    error = loglinear_error_by_age(proximal, behavior, written, mask)
     ranks = [state.effective_dp_cp.group] if state.effective_dp_cp.group is not None else []
-    return weight_metrics(weights.over_ranks(ranks), config.enabled)
+    applied_metrics = weight_metrics(weights.over_ranks(ranks), config.enabled)
+    return applied_metrics | metrics_by_age(error.over_ranks(ranks))
+
+
+rms = mean_square.then(math.sqrt)
+
+
+@torch.no_grad()
+def loglinear_error_by_age(
+    proximal: Float[Tensor, " T"], behavior: Float[Tensor, " T"], written: Written, loss_mask: Bool[Tensor, " T"]
+) -> Partials:
+    """Error of the interpolated log pi_{v+1} against the stored one, in nats, for `metrics_by_age`.
+
+    The sums are over valid tokens of age 2 and more whose log pi_{v+1} was stored. `step_rms` is the root mean square
+    of log pi_{v+1} - log pi_v, the size to compare the error with.
+    """
+    drawn, stored = loglinear(proximal, behavior, written.age).double(), written.recomputed.double()
+    error, step = drawn - stored, stored - behavior.double()
+    where = loss_mask & written.known & (written.age >= STORED_FROM) & finite(error) & finite(step)
+    error, step = error.masked_fill(~where, 0), step.masked_fill(~where, 0)
+    quantities = (
+        Quantity("tokens", where, also="sum"),
+        Quantity("error", error, {"loglinear/error/avg": mean, "loglinear/error/rms": rms}, over="tokens"),
+        Quantity("absolute", error.abs(), {"loglinear/error/abs": mean, "loglinear/error/max": largest}, over="tokens"),
+        Quantity("step", step, {"loglinear/error/step_rms": rms}, over="tokens"),
+    )
+    return Partials.beside(by_age(quantities, where, written.known_age))
 
 
 MEANS = ("behav_imp_weight/var/segment_wise", "behav_imp_weight/var/standard", "behav_kl/avg", "staleness/avg")
