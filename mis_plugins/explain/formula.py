@@ -75,7 +75,6 @@ def _segment_wise(segment_wise: model.SegmentWiseConfig) -> list[str]:
 
 
 def _bounded(ratio: str, weight: model.WeightConfig) -> str:
-    """The formula of the bound with its numbers."""
     within = _within(ratio, weight.floor or None, weight.ceiling)
     return weight.record.formula.format(
         ratio=ratio, lower=f"{weight.floor:g}", upper=f"{weight.ceiling:g}", within=within

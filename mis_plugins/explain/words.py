@@ -162,7 +162,6 @@ def flags(config: model.CorrectionConfig, host: Host | None = None) -> str:
 
 
 def _has_rollout_mean(config: model.CorrectionConfig) -> bool:
-    """Whether weights are divided by a mean over the whole rollout."""
     normalize = config.weight and config.weight.normalize
     return bool(normalize and normalize.scope == "rollout")
 
