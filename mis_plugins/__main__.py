@@ -151,7 +151,7 @@ def _told(keys: Mapping[str, Any], host: Host | None, file: str) -> str:
     checks.refuse("command" if host else "file", keys, config, host or every_host()["unknown"])
     described = describe(config, host, file)
     warnings = (f"warning: {printable(text)}" for text in _beside(keys, config, host))
-    return "\n".join([described, *_switch(keys, config), ownership.notice(), *warnings])
+    return "\n".join([described, *_switch(keys, config), ownership.NOTICE, *warnings])
 
 
 def _switch(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
