@@ -167,21 +167,13 @@ def family(name: str) -> Family:
 
 
 def model_contract(model: str, backend: str, **layout: Any) -> GpuContract:
-    """Build the contract of a model of MODELS; `layout` takes the other attributes of GpuContract.
-
-    Raises:
-        ContractError: there is no such model, or the contract cannot hold.
-    """
+    """Build the contract of a model of MODELS, with attributes of GpuContract; raises ContractError for none."""
     name, size = family_and_size(model)
     return gpu_contract(name, backend, size=size, **layout)
 
 
 def family_and_size(model: str) -> tuple[str, Size]:
-    """Return family and sizes of a model of MODELS, whose name may be Hugging Face's, in any case of letters.
-
-    Raises:
-        ContractError: there is no such model.
-    """
+    """Return family and sizes of a model of MODELS, by any spelling of its name; raises ContractError for another."""
     bare = lambda name: name.rpartition("/")[2].lower().replace("-", "")  # noqa: E731
     entry = {bare(name): entry for name, entry in MODELS.items()}.get(bare(model))
     if entry is None and re.search(r"-a\d+b\b|moe", model.lower()):

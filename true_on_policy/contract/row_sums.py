@@ -26,11 +26,7 @@ Order = tuple
 
 
 def engine_order(columns: int, ranks: int) -> Order:
-    """Return SGLang's order over `ranks` tensor-parallel ranks.
-
-    Raises:
-        ContractError: the ranks cannot share the columns, or are no power of two.
-    """
+    """Return SGLang's order over tensor-parallel ranks; raises ContractError if they cannot share the columns."""
     share = _share(columns, ranks, "engine")
     if ranks == 1:
         return (0, columns)
@@ -38,11 +34,7 @@ def engine_order(columns: int, ranks: int) -> Order:
 
 
 def megatron_order(columns: int, ranks: int, context: int) -> Order:
-    """Return the Megatron fork's order over `ranks` tensor-parallel and `context` context-parallel ranks.
-
-    Raises:
-        ContractError: the tensor-parallel ranks cannot share the columns, or are no power of two.
-    """
+    """Return the Megatron fork's order over its ranks; raises ContractError if they cannot share the columns."""
     share = _share(columns, ranks, "trainer")
     engine_share = columns // (ranks * context) if columns % (ranks * context) == 0 else share
     leaf = LEAF if engine_share % LEAF == 0 else engine_share
