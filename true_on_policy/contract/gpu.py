@@ -167,7 +167,11 @@ def family(name: str) -> Family:
 
 
 def model_contract(model: str, backend: str, **layout: Any) -> GpuContract:
-    """Build the contract of a model of MODELS, with attributes of GpuContract; raises ContractError for none."""
+    """Build the contract of a model of MODELS; `layout` takes the other attributes of GpuContract.
+
+    Raises:
+        ContractError: there is no such model, or the contract cannot hold.
+    """
     name, size = family_and_size(model)
     return gpu_contract(name, backend, size=size, **layout)
 

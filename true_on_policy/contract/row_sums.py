@@ -26,7 +26,11 @@ Order = tuple
 
 
 def engine_order(columns: int, ranks: int) -> Order:
-    """Return SGLang's order over tensor-parallel ranks; raises ContractError if they cannot share the columns."""
+    """Return SGLang's order over `ranks` tensor-parallel ranks.
+
+    Raises:
+        ContractError: the ranks cannot share the columns, or are no power of two.
+    """
     share = _share(columns, ranks, "engine")
     if ranks == 1:
         return (0, columns)
@@ -34,7 +38,11 @@ def engine_order(columns: int, ranks: int) -> Order:
 
 
 def megatron_order(columns: int, ranks: int, context: int) -> Order:
-    """Return the Megatron fork's order over its ranks; raises ContractError if they cannot share the columns."""
+    """Return the Megatron fork's order over `ranks` tensor-parallel and `context` context-parallel ranks.
+
+    Raises:
+        ContractError: the tensor-parallel ranks cannot share the columns, or are no power of two.
+    """
     share = _share(columns, ranks, "trainer")
     engine_share = columns // (ranks * context) if columns % (ranks * context) == 0 else share
     leaf = LEAF if engine_share % LEAF == 0 else engine_share
