@@ -62,7 +62,7 @@ def parsed(root: Path, blob: str, path: str, name: str) -> checkout.Module:
 
 def works(host: Host, folder: checkout.Folder) -> set[str]:
     """The hooks whose needs are all found."""
-    found = checkout.find_all(host.needs, folder).values()
+    found = [checkout.find(need, folder) for need in vars(host.needs).values()]
     failing = {hook for one in found if one.place is None for hook in one.need.hooks}
     return {hook for one in found for hook in one.need.hooks} - failing
 

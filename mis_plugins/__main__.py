@@ -36,7 +36,7 @@ import yaml
 
 from mis_plugins.config import loading, reading, writing
 from mis_plugins.config.file import STDIN, keys_of, text_of
-from mis_plugins.config.loading import WATCHING, file_of, header, load, presets, read_keys, watching
+from mis_plugins.config.loading import WATCHING, file_of, formula_of, load, presets, read_keys, watching
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError, UserError, cut
 from mis_plugins.explain import rungs
@@ -151,7 +151,7 @@ def _told(keys: Mapping[str, Any], host: Host | None, file: str) -> str:
     checks.refuse("command" if host else "file", keys, config, host or every_host()["unknown"])
     described = describe(config, host, file)
     warnings = (f"warning: {printable(text)}" for text in _beside(keys, config, host))
-    return "\n".join([described, *_switch(keys, config), ownership.notice(), *warnings])
+    return "\n".join([described, *_switch(keys, config), ownership.NOTICE, *warnings])
 
 
 def _switch(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
@@ -193,7 +193,7 @@ def names(arguments: argparse.Namespace) -> str:
     width = max(map(len, files))
 
     def row(name: str) -> str:
-        return f"{name:<{width}}  {header(name, files[name]).formula}"
+        return f"{name:<{width}}  {formula_of(files[name])}"
 
     if arguments.family is not None:
         return "\n".join([LEGEND, "", *map(row, loading.of_family(arguments.family, files))])

@@ -62,14 +62,11 @@ def warn_once(message: str) -> None:
 
 def shown(value: object) -> str:
     """A user's value as an error shows it: a long value by its beginning and its length."""
-    return cut(repr(value) if not isinstance(value, int) or abs(value) <= LARGEST else _digits(value))
+    if isinstance(value, int) and abs(value) > LARGEST:  # Python refuses to write more than 4300 digits
+        return f"an integer of about {math.floor(value.bit_length() * math.log10(2)) + 1} digits"
+    return cut(repr(value))
 
 
 def cut(text: str, most: int = SHOWN) -> str:
     """A text as an error or a comment shows it: a text longer than `most` by its beginning and its length."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
-
-
-def _digits(value: int) -> str:
-    """A large integer by its number of digits: Python refuses to write more than 4300 digits."""
-    return f"an integer of about {math.floor(value.bit_length() * math.log10(2)) + 1} digits"

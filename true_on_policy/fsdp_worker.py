@@ -71,11 +71,7 @@ class _AfterImport(MetaPathFinder):
 
 
 def pin_in(module: ModuleType, start: Start) -> None:
-    """Wrap Miles's step so that the pin follows it; a second call changes nothing.
-
-    Raises:
-        ContractError: this version of Miles has no such step.
-    """
+    """Have the pin follow Miles's step, once; raises ContractError where this version of Miles has no such step."""
     actor = getattr(module, ACTOR, None)
     step = getattr(actor, STEP, None)
     if actor is None or step is None:

@@ -20,6 +20,8 @@ from torch import Tensor
 from lab.in_host import cpu_launch
 from mis_plugins.config.view import view
 from mis_plugins.hosts import megatron
+from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.needs import Need
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.registry import current, every_host
 from true_on_policy.contract import rounding
@@ -53,15 +55,15 @@ def align(contract: Contract, args: Any) -> None:
             replaced, or Megatron's `vocab_size` is missing.
     """
     host = current(args)
-    scored = host.log_probs
-    if scored is None:
+    if (scored := _formula(host)) is None:
         raise ContractError(
             f"log-probs of {host.name} have no agreed formula on a CPU; launch with {' or '.join(aligned())}"
         )
     vocabulary = _vocabulary(args) if host.megatron else None  # on FSDP no column pads the vocabulary
+    beside_entropy = "with_entropy" in scored.parameters
     _replace_in(
         *scored.owner(),
-        lambda own: log_probs_and_entropy_of(own, vocabulary) if scored.beside_entropy else log_probs_of(vocabulary),
+        lambda own: log_probs_and_entropy_of(own, vocabulary) if beside_entropy else log_probs_of(vocabulary),
     )
     if host.megatron:
         _align_megatron(contract)
@@ -69,7 +71,11 @@ def align(contract: Contract, args: Any) -> None:
 
 def aligned() -> list[str]:
     """Names of the hosts whose trainers can be aligned."""
-    return [host.name for host in every_host().values() if host.log_probs]
+    return [host.name for host in every_host().values() if _formula(host)]
+
+
+def _formula(host: Host) -> Need | None:
+    return getattr(host.needs, "log_probs", None)
 
 
 def _vocabulary(args: Any) -> int:

@@ -19,10 +19,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from lab.provenance import parser_of
-from mis_plugins.config.loading import header, is_of_peer, presets
+from mis_plugins.config.loading import aliases, formula_of, is_of_peer, presets
 
 PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
 HEAD = "| preset | formula | source | judged by |\n|---|---|---|---|\n"
+JUDGED = "# Judged by: "
 TABLE = re.compile(r"(<!-- presets: (\S+) -->\n\n?)(?:\|.*\n)*")
 
 
@@ -54,9 +55,19 @@ def _table(names: Iterable[str]) -> str:
 
 def _row(name: str) -> str:
     file = presets()[name]
-    said, place = header(name, file), file.relative_to(presets()["mis"].parent).as_posix()
-    cells = (f"[`{name}`](../yaml/{place})", f"`{said.formula}`", said.source, said.judged_by)
+    place = file.relative_to(presets()["mis"].parent).as_posix()
+    cells = (f"[`{name}`](../yaml/{place})", f"`{formula_of(file)}`", *_source_and_judge(name, file))
     return f"| {' | '.join(cells)} |\n"
+
+
+def _source_and_judge(name: str, file: Path) -> tuple[str, str]:
+    """Where a preset comes from, and what it is compared with: by two lines of its header, or by an alias's own."""
+    if (words := aliases(file).get(name)) is not None:
+        source, _, judge = words.partition(" | ")
+        return source, judge or "-"
+    _, source, *lines = file.read_text(encoding="utf-8").splitlines()
+    judges = (line.removeprefix(JUDGED) for line in lines if line.startswith(JUDGED))
+    return source.removeprefix("# "), next(judges, "-")
 
 
 def main() -> int:

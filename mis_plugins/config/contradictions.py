@@ -9,13 +9,15 @@ from mis_plugins.errors import ConfigError
 
 
 def check(config: CorrectionConfig) -> None:
-    """Refuse what contradicts `segment_wise`, `m2_threshold` or `center`."""
+    """Refuse what contradicts `segment_wise`, `m2_threshold`, `center` or `group_baseline`."""
     if config.segment_wise is not None:
         _check_segment_wise(config, config.segment_wise)
     if config.m2_threshold is not None:
         _check_m2(config, config.m2_threshold)
     if config.center is not None:
         _check_center(config)
+    if config.group_baseline is not None:
+        _check_group_baseline(config)
 
 
 def _check_m2(config: CorrectionConfig, threshold: float) -> None:
@@ -78,7 +80,7 @@ def _check_center(config: CorrectionConfig) -> None:
         )
 
 
-def check_group_baseline(config: CorrectionConfig) -> None:
+def _check_group_baseline(config: CorrectionConfig) -> None:
     """Refuse a group baseline where nothing is rejected, or where training alone tells what is."""
     setting = f"{{group_baseline}}: {config.group_baseline}"
     if not config.corrects:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,26 +127,11 @@ KINDS = {
     "objective": "the loss hook: another objective, OPSM, segment-wise weights",
 }
 """What the presets of each kind do; every preset is of one kind."""
-JUDGED = "# Judged by: "
 
 
-@dataclass(frozen=True)
-class Header:
-    """What the comments at the top of a preset say: its formula, where it comes from, what it is compared with."""
-
-    formula: str
-    source: str
-    judged_by: str
-
-
-def header(name: str, file: Path) -> Header:
-    """The first two lines of a preset, and the line that names its judge; of an alias, its own source and judge."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    formula, source = (line.removeprefix("# ") for line in lines[:2])
-    judged = next((line.removeprefix(JUDGED) for line in lines if line.startswith(JUDGED)), "-")
-    if (words := aliases(file).get(name)) is not None:
-        source, _, judged = words.partition(" | ")
-    return Header(formula, source, judged or "-")
+def formula_of(file: Path) -> str:
+    """The formula of a preset, which is the first line of its file."""
+    return file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def is_of_peer(name: str, file: Path) -> bool:

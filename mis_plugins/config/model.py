@@ -422,12 +422,12 @@ class CorrectionConfig:
     center: CenterConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.segment_wise is not None or self.m2_threshold is not None or self.center is not None:
+        if self.segment_wise is not None and self.weight is None and not self.bypass:
+            object.__setattr__(self, "weight", self.segment_wise.weight)
+        if any(x is not None for x in (self.segment_wise, self.m2_threshold, self.center, self.group_baseline)):
             from mis_plugins.config import contradictions
 
             contradictions.check(self)
-        if self.segment_wise is not None and self.weight is None and not self.bypass:
-            object.__setattr__(self, "weight", self.segment_wise.weight)
         self._check_kept()
         self._check_all_rejected()
         normalize = self.weight and self.weight.normalize
@@ -442,10 +442,6 @@ class CorrectionConfig:
             raise ConfigError(
                 f"{{resplit_every}}: got {self.resplit_every}; give at least 1 rollout, or null for never"
             )
-        if self.group_baseline is not None:
-            from mis_plugins.config import contradictions
-
-            contradictions.check_group_baseline(self)
         if self.weight and self.objective and self.bypass and self.objective.surrogate != "reinforce":
             raise ConfigError(
                 "{weight}: with {objective.old}: behavior the clipped ratio is pi_theta / mu already, and a weight "

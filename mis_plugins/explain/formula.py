@@ -12,20 +12,10 @@ s_t      what a surrogate clips: pi_theta(y_t) / pi_old(y_t); over mu(y_t) in by
 
 from __future__ import annotations
 
-from mis_plugins.config.model import (
-    CorrectionConfig,
-    Level,
-    ObjectiveConfig,
-    OpsmConfig,
-    Population,
-    RejectRule,
-    Scope,
-    SegmentWiseConfig,
-    WeightConfig,
-)
+from mis_plugins.config import model
 from mis_plugins.config.terms.surrogates import SURROGATES
 
-RATIO: dict[Level, str] = {
+RATIO: dict[model.Level, str] = {
     "token": "r_t",
     "segment": "prod_segment r",
     "segment_geometric": "(prod_segment r)^(1/n)",
@@ -33,19 +23,19 @@ RATIO: dict[Level, str] = {
     "geometric": "(prod r)^(1/n)",
 }
 MULTIPLIED = {"sum": "prod{} {}", "mean": "(prod{} {})^(1/n)"}  # ratios; other statistics add up
-AMONG: dict[Population | None, str] = {
+AMONG: dict[model.Population | None, str] = {
     None: "",
     "valid": " (over all valid tokens)",
     "kept": " (over the tokens that smaller rules and bounds keep)",
 }
-WITHIN: dict[Scope, str] = {
+WITHIN: dict[model.Scope, str] = {
     "micro_batch": "the micro-batch",
     "data_parallel": "one micro-batch of each data-parallel rank",
     "rollout": "the rollout",
 }
 
 
-def formula(config: CorrectionConfig) -> list[str]:
+def formula(config: model.CorrectionConfig) -> list[str]:
     """Formulas of a config, one line a decision."""
     trainer = trainer_policy(config)
     lines = [f"r_t    = {trainer}(y_t) / mu(y_t)"]
@@ -67,7 +57,7 @@ def formula(config: CorrectionConfig) -> list[str]:
     return [*lines, f"L      = sum_t L_t / number of {count}, of each sequence"]
 
 
-def trainer_policy(config: CorrectionConfig) -> str:
+def trainer_policy(config: model.CorrectionConfig) -> str:
     """The policy whose log-probs weights and rules compare with those of mu."""
     return "pi_theta" if config.bypass else "pi_old"
 
@@ -83,21 +73,20 @@ OLDER = {
 }
 
 
-def _segment_wise(segment_wise: SegmentWiseConfig) -> list[str]:
+def _segment_wise(segment_wise: model.SegmentWiseConfig) -> list[str]:
     """pi_{v+1} / mu by the token's age: trainer version minus token version."""
     first, *others = [*FRESH[segment_wise.fresh_tokens], f"{OLDER[segment_wise.method]}, from age 2"]
     return [f"q_t    = {first}", *(f"       = {other}" for other in others)]
 
 
-def _bounded(ratio: str, weight: WeightConfig) -> str:
-    """The formula of the bound with its numbers."""
+def _bounded(ratio: str, weight: model.WeightConfig) -> str:
     within = _within(ratio, weight.floor or None, weight.ceiling)
     return weight.record.formula.format(
         ratio=ratio, lower=f"{weight.floor:g}", upper=f"{weight.ceiling:g}", within=within
     )
 
 
-def _weight(config: CorrectionConfig, trainer: str) -> str:
+def _weight(config: model.CorrectionConfig, trainer: str) -> str:
     """The weight of a token, in the order in which it is made: its bound, rules that down-weigh, its mean."""
     weight = config.weight
     factors = [f"(1 where {_rule(rule, trainer)}, else {rule.down_weigh:g})" for rule in config.down_weighing]
@@ -112,7 +101,7 @@ def _weight(config: CorrectionConfig, trainer: str) -> str:
     return " * ".join([bounded + over_mean, *factors])
 
 
-def mean_of(weight: WeightConfig) -> str:
+def mean_of(weight: model.WeightConfig) -> str:
     """The mean that a weight is divided by, in words; empty where the config does not normalize."""
     if weight.normalize is None:
         return ""
@@ -120,7 +109,7 @@ def mean_of(weight: WeightConfig) -> str:
     return f"its mean over the {weight.normalize.over} {unit} of {WITHIN[weight.normalize.scope]}"
 
 
-def _rule(rule: RejectRule, trainer: str) -> str:
+def _rule(rule: model.RejectRule, trainer: str) -> str:
     where = "_segment" if rule.unit == "segment" else ""
     whose = AMONG[rule.aggregate]
     if rule.record.factor is not None and rule.over in MULTIPLIED:
@@ -136,7 +125,7 @@ def _within(what: str, lower: float | None, upper: float | None) -> str:
     return f"{lower:g} <= {what}" + ("" if upper is None else f" <= {upper:g}")
 
 
-def _opsm(opsm: OpsmConfig | None) -> list[str]:
+def _opsm(opsm: model.OpsmConfig | None) -> list[str]:
     if opsm is None:
         return []
     advantage = "A_t" if opsm.advantage == "token" else "mean_t A_t"
@@ -144,7 +133,7 @@ def _opsm(opsm: OpsmConfig | None) -> list[str]:
     return [f"not ({advantage} < 0 and mean_t(log {reference} - log pi_theta) > {opsm.delta:g})"]
 
 
-def _center(config: CorrectionConfig) -> list[str]:
+def _center(config: model.CorrectionConfig) -> list[str]:
     """The centering term, and what its coefficients are made of."""
     assert config.center is not None
     bound = "the weight's bound" if config.weight else "1"
@@ -155,8 +144,8 @@ def _center(config: CorrectionConfig) -> list[str]:
     ]
 
 
-def _objective(config: CorrectionConfig) -> list[str]:
-    objective = config.objective or ObjectiveConfig()
+def _objective(config: model.CorrectionConfig) -> list[str]:
+    objective = config.objective or model.ObjectiveConfig()
     old = "mu" if config.bypass else "pi_old"
     ratio = f"pi_theta(y_t) / {old}(y_t)"
     if config.clips_against_next:
@@ -178,5 +167,5 @@ def _objective(config: CorrectionConfig) -> list[str]:
     return lines
 
 
-def _of_sequence(ratio: str, objective: ObjectiveConfig) -> str:
+def _of_sequence(ratio: str, objective: model.ObjectiveConfig) -> str:
     return ratio if objective.ratio == "token" else f"(prod_t {ratio})^(1/n)"

@@ -19,14 +19,7 @@ from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
-from mis_plugins.loss.micro_batch import (
-    LossConfig,
-    LossInputs,
-    compared_log_probs,
-    micro_batch_loss,
-    numerator_of,
-    share_of,
-)
+from mis_plugins.loss import micro_batch
 from mis_plugins.loss.objective import Clip
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.versions.segment_wise import NO_VERSION, Written
@@ -56,7 +49,7 @@ class Example:
     loss: of each token under the loss hook; None under the TIS hook, which leaves the loss to the host.
     """
 
-    inputs: LossInputs
+    inputs: micro_batch.LossInputs
     correction: Correction
     keep: Bool[Tensor, " T"]
     loss: Float[Tensor, " T"] | None
@@ -66,13 +59,13 @@ def work(config: CorrectionConfig) -> Example:
     """Correct the six tokens."""
     x = _inputs()
     behavior = log(BEHAVIOR)
-    compared = compared_log_probs(x, config), behavior
-    numerator = numerator_of(x.proximal, behavior, x.written, config)
+    compared = micro_batch.compared_log_probs(x, config), behavior
+    numerator = micro_batch.numerator_of(x.proximal, behavior, x.written, config)
     normalize, mean = config.weight and config.weight.normalize, None
     if normalize and normalize.scope == "rollout":
         mean = mean_weight_of(*compared, x.ragged, config, numerator)
     correction = correct(*compared, x.ragged, config, mean, numerator, torch.tensor(ROUTES))
-    share = share_of(x, correction, config)
+    share = micro_batch.share_of(x, correction, config)
     keep = correction.keep if share.on_policy is None else correction.keep & share.on_policy
     if not config.needs_loss_hook:
         return Example(x, correction, keep, None)
@@ -82,7 +75,9 @@ def work(config: CorrectionConfig) -> Example:
         handed.append(per_token.detach())
         return per_token.sum()
 
-    micro_batch_loss(x, correction, share, config, LossConfig(Clip(CLIP, CLIP)), torch.sum, reduce)
+    micro_batch.micro_batch_loss(
+        x, correction, share, config, micro_batch.LossConfig(Clip(CLIP, CLIP)), torch.sum, reduce
+    )
     return Example(x, correction, keep, handed[0])
 
 
@@ -103,9 +98,9 @@ def table(config: CorrectionConfig) -> str:
     return text
 
 
-def _inputs() -> LossInputs:
+def _inputs() -> micro_batch.LossInputs:
     starts = torch.tensor([0, LENGTHS[0], sum(LENGTHS)])
-    return LossInputs(
+    return micro_batch.LossInputs(
         ragged=Ragged(starts, torch.tensor(LOSS_MASK)),
         target=log(TARGET).requires_grad_(),
         proximal=log(PROXIMAL),

@@ -4,19 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mis_plugins.config.model import (
-    CenterConfig,
-    CorrectionConfig,
-    Level,
-    ObjectiveConfig,
-    OpsmConfig,
-    Over,
-    Population,
-    RejectRule,
-    RoutingConfig,
-    Scope,
-    WeightConfig,
-)
+from mis_plugins.config import model
 from mis_plugins.config.terms.bounds import Outside
 from mis_plugins.config.terms.surrogates import SURROGATES
 from mis_plugins.explain.formula import mean_of, trainer_policy
@@ -27,14 +15,14 @@ TIS_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_
 ROLLOUT_HOOK = "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
 STEP_HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 
-LEVEL: dict[Level, str] = {
+LEVEL: dict[model.Level, str] = {
     "token": "the ratio of each token",
     "segment": "the ratio of each segment (product over its tokens; a segment is a run of ones in the loss mask)",
     "segment_geometric": "the geometric mean ratio of each segment (a run of ones in the loss mask)",
     "sequence": "the ratio of the whole sequence (product over its tokens)",
     "geometric": "the geometric mean ratio of the sequence",
 }
-OVER: dict[Over, str] = {
+OVER: dict[model.Over, str] = {
     "token": "tokens whose {statistic}",
     "sum": "{unit}s with a sum of {statistic} that",
     "mean": "{unit}s with a mean {statistic} that",
@@ -45,7 +33,7 @@ OVER_MULTIPLIED = {
     "sum": "{unit}s whose {statistic} (product over tokens)",
     "mean": "{unit}s whose geometric mean {statistic}",
 }
-AMONG: dict[Population | None, str] = {
+AMONG: dict[model.Population | None, str] = {
     None: "",
     "valid": ", dropped tokens included",
     "kept": ", what smaller rules and bounds drop left out",
@@ -76,7 +64,7 @@ RECOMMENDED = (
     "recommended: weight.normalize with weight.level: {level}: weights of sequences differ so much that their mean "
     "changes the learning rate from step to step; the Miles blog recommends it strongly"
 )
-WHOSE_MEAN: dict[Scope, str] = {
+WHOSE_MEAN: dict[model.Scope, str] = {
     "micro_batch": (
         "normalize: with dynamic batches a host's micro-batch holds max_tokens_per_gpu x context-parallel size tokens, "
         "so that mean and loss change with either; scope: rollout depends on neither"
@@ -120,7 +108,7 @@ HIGHEST_CAP = 100
 EFFECT: dict[Outside, str] = {"weighed": "changes", "zeroed": "weighs with 0", "dropped": "drops"}
 
 
-def describe(config: CorrectionConfig, host: Host | None = None, file: str = "FILE") -> str:
+def describe(config: model.CorrectionConfig, host: Host | None = None, file: str = "FILE") -> str:
     """One line a decision, the flags, and the warnings.
 
     Args:
@@ -149,13 +137,13 @@ def describe(config: CorrectionConfig, host: Host | None = None, file: str = "FI
     return "\n".join(lines)
 
 
-def _metrics(config: CorrectionConfig, host: Host | None) -> str:
+def _metrics(config: model.CorrectionConfig, host: Host | None) -> str:
     if config.metrics == "watch" and host and not host.step_hook:
         return f"metrics: full, since {host.title} calls no hook before a step that would log what watch leaves out"
     return f"metrics: {config.metrics}"
 
 
-def flags(config: CorrectionConfig, host: Host | None = None) -> str:
+def flags(config: model.CorrectionConfig, host: Host | None = None) -> str:
     """What the host must be started with, the config file aside."""
     switch = "--use-tis" if config.corrects else "--get-mismatch-metrics"
     tis = TIS_HOOK if host is None else f"--custom-tis-function-path {host.tis_hook}"
@@ -173,13 +161,12 @@ def flags(config: CorrectionConfig, host: Host | None = None) -> str:
     return " ".join([*words, ROUTES_HOOK] if watches else words)
 
 
-def _has_rollout_mean(config: CorrectionConfig) -> bool:
-    """Whether weights are divided by a mean over the whole rollout."""
+def _has_rollout_mean(config: model.CorrectionConfig) -> bool:
     normalize = config.weight and config.weight.normalize
     return bool(normalize and normalize.scope == "rollout")
 
 
-def warnings(config: CorrectionConfig) -> Iterator[str]:
+def warnings(config: model.CorrectionConfig) -> Iterator[str]:
     """Warnings about settings that work as documented and may still surprise."""
     if not (config.corrects or config.needs_loss_hook or config.metrics != "none"):
         yield NOTHING
@@ -189,7 +176,7 @@ def warnings(config: CorrectionConfig) -> Iterator[str]:
         yield f"weight.normalize.scope: rollout: {ONE_STEP}"
 
 
-def _bounds(config: CorrectionConfig) -> Iterator[str]:
+def _bounds(config: model.CorrectionConfig) -> Iterator[str]:
     """Bounds that change or drop tokens on which trainer and rollout engine agree, and caps that never act."""
     if config.weight:
         ours = ("segment_wise.weight_cap", "segment_wise.mode") if config.weighs_by_segment_wise else None
@@ -204,7 +191,7 @@ def _bounds(config: CorrectionConfig) -> Iterator[str]:
             )
 
 
-def _weight_bounds(weight: WeightConfig, cap: str, bound: str) -> Iterator[str]:
+def _weight_bounds(weight: model.WeightConfig, cap: str, bound: str) -> Iterator[str]:
     """Warnings about a weight's bounds; `cap` and `bound` are the user's names of the two keys."""
     if not weight.record.has_ceiling:
         return
@@ -236,7 +223,7 @@ def _interval(lower: float | None, upper: float | None) -> str:
     return f"[{'-inf' if lower is None else f'{lower:g}'}, {'inf' if upper is None else f'{upper:g}'}]"
 
 
-def _products(config: CorrectionConfig) -> list[str]:
+def _products(config: model.CorrectionConfig) -> list[str]:
     products = []
     if config.weight and config.weight.level in ("sequence", "segment"):
         products.append(f"weight.level: {config.weight.level}")
@@ -249,7 +236,7 @@ def _products(config: CorrectionConfig) -> list[str]:
     ]
 
 
-def _weight(weight: WeightConfig | None, trainer: str) -> str:
+def _weight(weight: model.WeightConfig | None, trainer: str) -> str:
     if weight is None:
         return "weight: none"
     within = f"[{weight.floor:g}, {weight.ceiling:g}]"
@@ -259,7 +246,7 @@ def _weight(weight: WeightConfig | None, trainer: str) -> str:
     return f"{line}; divided by {mean}" if mean else line
 
 
-def _normalization(weight: WeightConfig | None) -> list[str]:
+def _normalization(weight: model.WeightConfig | None) -> list[str]:
     """Say what else changes the mean that weights are divided by, or recommend to normalize."""
     if weight is not None and weight.normalize is None:
         return [RECOMMENDED.format(level=weight.level)] if weight.by_sequence else []
@@ -267,7 +254,7 @@ def _normalization(weight: WeightConfig | None) -> list[str]:
     return [WHOSE_MEAN[scope]] if scope in WHOSE_MEAN else []
 
 
-def _segment_wise(config: CorrectionConfig) -> list[str]:
+def _segment_wise(config: model.CorrectionConfig) -> list[str]:
     asked = config.segment_wise
     if config.segment_wise_on and asked is not None:
         too_old = f"; {TOO_OLD[asked.too_old]}" if asked.method == "recompute" else ""
@@ -282,7 +269,7 @@ def _segment_wise(config: CorrectionConfig) -> list[str]:
     return [WHERE_KNOWN] if by_default else []
 
 
-def _rule(rule: RejectRule, trainer: str) -> str:
+def _rule(rule: model.RejectRule, trainer: str) -> str:
     over = None if rule.record.factor is None else OVER_MULTIPLIED.get(rule.over)
     what = (over or OVER[rule.over]).format(unit=rule.unit, statistic=rule.record.words.format(trainer=trainer))
     bounds = [f"below {rule.lower:g}"] if rule.lower is not None else []
@@ -293,25 +280,25 @@ def _rule(rule: RejectRule, trainer: str) -> str:
     return f"reject: {outside}{AMONG[rule.aggregate]}"
 
 
-def _opsm(opsm: OpsmConfig) -> str:
+def _opsm(opsm: model.OpsmConfig) -> str:
     unit = "tokens with a negative advantage" if opsm.advantage == "token" else "all tokens"
     whose = "" if opsm.advantage == "token" else " and a negative mean advantage"
     behind = "mu (pi_old where the rollout engine gave none)" if opsm.reference == "behavior" else "pi_old"
     return f"opsm: drops {unit} in sequences with mean(log {behind} - log pi_theta) above {opsm.delta:g}{whose}"
 
 
-def _routing(routing: RoutingConfig) -> str:
+def _routing(routing: model.RoutingConfig) -> str:
     return f"routing: {EXPERTS[routing.experts]}; a replay that did not happen {ON_FAULT[routing.on_fault]}"
 
 
-def _center(center: CenterConfig) -> str:
+def _center(center: model.CenterConfig) -> str:
     return (
         f"center: the mean of the weighted score under mu is subtracted, so that a constant reward moves nothing; from "
         f"the engine's {center.top_k} likeliest tokens at each position, and a model of all others"
     )
 
 
-def _objective(objective: ObjectiveConfig, next_version: bool) -> str:
+def _objective(objective: model.ObjectiveConfig, next_version: bool) -> str:
     old = "pi_{v+1}" if next_version else "mu" if objective.old == "behavior" else "pi_old"
     ratio = f"pi_theta / {old}" + ("" if objective.ratio == "token" else " (geometric mean over the sequence)")
     words = SURROGATES[objective.surrogate].words
@@ -325,7 +312,7 @@ def _objective(objective: ObjectiveConfig, next_version: bool) -> str:
     return line + ("; the KL term weighted and dropped like the loss" if objective.weigh_kl else "")
 
 
-def _consequences(config: CorrectionConfig) -> list[str]:
+def _consequences(config: model.CorrectionConfig) -> list[str]:
     return [
         f"denominator: a sequence's loss is divided by {_denominator(config)}",
         f"all rejected: a micro-batch of which nothing is kept {ALL_REJECTED[config.on_all_rejected]}, and says so",
@@ -333,7 +320,7 @@ def _consequences(config: CorrectionConfig) -> list[str]:
     ]
 
 
-def _denominator(config: CorrectionConfig) -> str:
+def _denominator(config: model.CorrectionConfig) -> str:
     if config.denominator == "original":
         return "the tokens before rejection"
     if not config.needs_loss_hook:

@@ -221,11 +221,6 @@ def _elsewhere(need: Need, folder: Folder, tried: Sequence[str]) -> Found:
     return Found(need, None, tried)
 
 
-def find_all(needs: Any, folder: Folder) -> dict[str, Found]:
-    """Each need of a host's table by its name there."""
-    return {name: find(need, folder) for name, need in vars(needs).items()}
-
-
 def _place(address: Address, folder: Folder) -> Place | None:
     first, *rest = address.names
     place = _defined(address.module, first, folder)
@@ -292,7 +287,7 @@ def run(arguments: argparse.Namespace) -> int:
     if host is None:
         raise InputError(f"no folder {' or '.join(hosts)} in it; give the root of a host's checkout")
     folder = Folder(root)
-    findings = list(find_all(host.needs, folder).values())
+    findings = [find(need, folder) for need in vars(host.needs).values()]
     print(f"{host.title}: what our hooks need of it")
     print_table(("need", "where", "hooks"), [_row(finding) for finding in findings])
     print()

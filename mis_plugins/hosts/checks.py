@@ -88,23 +88,23 @@ class Check:
     hooks: who asks: `file` and `command` are `config check` without and with --host; `tis` and `loss` are our
         hooks; `watch` begins to watch routers, and `routes` reads what was watched.
     name: short, for tests and readers.
-    when: whether the settings spoil each other.
-    message: what happens, and what to change. `{host}` stands for the host's title, and `{field}` for what the
-        user calls a field of the config.
+    when: whether the settings spoil each other, or what happens where they do.
+    message: what happens, and what to change; empty where `when` says that. `{host}` stands for the host's title, and
+        `{field}` for what the user calls a field of the config.
     severity: `refuse` where the numbers would be wrong or the job stops; `warn` where they are only worse.
     arguments: names that the host must have for the check to apply.
     """
 
     hooks: tuple[Hook, ...]
     name: str
-    when: Callable[[Given], bool]
-    message: str | Callable[[Given], str]
+    when: Callable[[Given], object]
+    message: str | Callable[[Given], str] = ""
     severity: Severity = "refuse"
     arguments: tuple[str, ...] = ()
 
     def text(self, given: Given) -> str:
         """The message, with the title of the host."""
-        text = self.message if isinstance(self.message, str) else self.message(given)
+        text = self.message(given) if callable(self.message) else self.message or str(self.when(given))
         return text.replace("{host}", given.host.title)
 
 
@@ -224,9 +224,7 @@ DENOMINATORS = (
         "rollout_mask_sums: hand them on from --custom-convert-samples-to-train-data-path",
         "warn",
     ),
-    Check(
-        ("file", "command", "tis"), "other terms", lambda given: bool(_other_terms(given)), _text_of_other_terms, "warn"
-    ),
+    Check(("file", "command", "tis"), "other terms", _other_terms, _text_of_other_terms, "warn"),
 )
 OBJECTIVES = (
     Check(
@@ -250,18 +248,8 @@ OBJECTIVES = (
         "--get-mismatch-metrics and --use-tis are both set: the loss is corrected",
         "warn",
     ),
-    Check(
-        ("tis", "loss"),
-        "idle rule",
-        lambda given: reading.idle_rule(given.args) is not None,
-        lambda given: str(reading.idle_rule(given.args)),
-        "warn",
-    ),
+    Check(("tis", "loss"), "idle rule", lambda given: reading.idle_rule(given.args), severity="warn"),
 )
-
-
-def _centers(given: Given) -> bool:
-    return given.config.center is not None
 
 
 def _names_other_tokens(given: Given) -> bool:
@@ -279,14 +267,14 @@ of_centers = partial(Check, ("command", "loss"))
 CENTERS = (
     of_centers(
         "center beside true on policy",
-        lambda given: _centers(given) and given.has("true_on_policy_mode"),
+        lambda given: given.config.center and given.has("true_on_policy_mode"),
         "true_on_policy_mode: the trainer rounds its logits before it scores the sampled token, and mis.center scores "
         "the engine's likeliest tokens without; drop one of them",
         arguments=("true_on_policy_mode",),
     ),
     of_centers(
         "center beside top-p",
-        lambda given: _centers(given) and _names_other_tokens(given),
+        lambda given: given.config.center and _names_other_tokens(given),
         "rollout_top_p: {host} scores tokens over those that top-p leaves, and mis.center reads the engine's likeliest "
         "tokens of the whole vocabulary; set rollout_top_p: 1.0",
         arguments=("rollout_top_p",),
@@ -302,7 +290,7 @@ CENTERS = (
     of_centers(
         "head not asked",
         lambda given: (
-            _centers(given)
+            given.config.center
             and given.get("rollout_top_logprobs_num") == 0
             and given.get("custom_generate_function_path") is None
         ),
@@ -320,10 +308,6 @@ CENTERS = (
 )
 
 
-def _has_baseline(given: Given) -> bool:
-    return given.config.group_baseline is not None
-
-
 ESTIMATORS = ("grpo", "gspo", "cispo")  # whose advantages are the rewards of a group less its mean
 OTHER_ADVANTAGES = {
     "normalize_advantages": "whitens all advantages over the batch",
@@ -334,13 +318,13 @@ BASELINES = (
     Check(
         ("tis", "loss"),
         "baseline without its hook",
-        lambda given: _has_baseline(given) and given.get("rollout_data_postprocess_path") is None,
+        lambda given: given.config.group_baseline and given.get("rollout_data_postprocess_path") is None,
         "{group_baseline} needs --rollout-data-postprocess-path mis_plugins.mis.count_samples (normalize_rollout does "
         "it too); without it the host's baselines stay",
     ),
     of_weights(
         "baseline of another estimator",
-        lambda given: _has_baseline(given) and given.get("advantage_estimator", "grpo") not in ESTIMATORS,
+        lambda given: given.config.group_baseline and given.get("advantage_estimator", "grpo") not in ESTIMATORS,
         lambda given: (
             f"{{group_baseline}} replaces the baseline of {', '.join(ESTIMATORS)}, and advantage_estimator: "
             f"{given.get('advantage_estimator')} has another; leave the key out"
@@ -349,7 +333,7 @@ BASELINES = (
     *(
         of_weights(
             f"baseline beside {name}",
-            lambda given, name=name: _has_baseline(given) and given.has(name),
+            lambda given, name=name: given.config.group_baseline and given.has(name),
             f"{{group_baseline}} moves rewards from one mean to another, and {name} {why}; drop one",
         )
         for name, why in OTHER_ADVANTAGES.items()

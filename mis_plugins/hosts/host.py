@@ -37,18 +37,6 @@ Sign = Literal["modules", "arguments", "registration", "nothing"]  # what tells 
 
 
 @dataclass(frozen=True)
-class LogProbs:
-    """The function with which a host's trainer scores tokens of the whole vocabulary.
-
-    owner: gives the module that looks the function up at each micro-batch, and the function's name there.
-    beside_entropy: whether it returns a column of log-probs and the entropy; otherwise a log-prob for each token.
-    """
-
-    owner: Callable[[], tuple[Any, str]]
-    beside_entropy: bool = False
-
-
-@dataclass(frozen=True)
 class Host:
     """One host, as the hooks and `config check --host` know it.
 
@@ -70,7 +58,6 @@ class Host:
         own_loss: gives its own policy loss.
         divides_by_kept: whether it divides a sequence's loss by the tokens that the mask of the TIS hook keeps.
         megatron: whether its trainer is Megatron-core.
-        log_probs: its trainer's function that `true_on_policy` replaces on a CPU; None where it has none.
 
     Metrics:
         reports: whether this is the rank that logs, among those that hold log-probs.
@@ -111,7 +98,6 @@ class Host:
     recomputes: Callable[[Any], Recomputes] = lambda args: "sometimes"
     divides_by_kept: Callable[[Any], bool] = lambda args: False
     megatron: bool = True
-    log_probs: LogProbs | None = None
     tracking: Callable[[], Callable[..., Any] | None] = lambda: None
     needs: Any = None
     one_sample_a_rollout: bool = False

@@ -141,24 +141,12 @@ def _not_carried(given: Given) -> str | None:
 NOT_SKIPPED = ("rollout_data_postprocess_path", "custom_megatron_before_log_prob_hook_path", BEFORE_STEP)
 SESSIONS = "use_session_server"  # Miles's, of samples that an agent makes in several turns
 ABILITIES = (
-    Check(
-        ("file", "command"),
-        "hook under another flag",
-        lambda given: under_another_flag(given.args) is not None,
-        lambda given: str(under_another_flag(given.args)),
-    ),
-    Check(
-        ("file", "command"),
-        "flags of another objective",
-        lambda given: _against_flags(given) is not None,
-        lambda given: str(_against_flags(given)),
-    ),
-    of_command(
-        "versions not carried", lambda given: _not_carried(given) is not None, lambda given: str(_not_carried(given))
-    ),
+    Check(("file", "command"), "hook under another flag", lambda given: under_another_flag(given.args)),
+    Check(("file", "command"), "flags of another objective", _against_flags),
+    of_command("versions not carried", _not_carried),
     of_command(
         "hook never called",
-        lambda given: bool(_never_called(given)),
+        _never_called,
         lambda given: f"{', '.join(_never_called(given))}: {{host}} has no such hook, and calls none; leave it out",
         "warn",
     ),
@@ -197,7 +185,7 @@ ABILITIES = (
     ),
     of_command(
         "head unknown",
-        lambda given: given.config.center is not None and not given.host.head_flags,
+        lambda given: given.config.center and not given.host.head_flags,
         lambda given: (
             "{center} reads rollout_topk_token_ids and rollout_topk_log_probs, which no micro-batch of {host} has; "
             "leave it out, " + VLLM_HEADS * ("vllm" in given.host.records) + "or train with Megatron on Miles or slime"
@@ -211,7 +199,7 @@ ABILITIES = (
     ),
     of_command(
         "baseline without rollout batch",
-        lambda given: given.config.group_baseline is not None and not given.host.rollout_batch,
+        lambda given: given.config.group_baseline and not given.host.rollout_batch,
         "{group_baseline} needs the rollout batch, which no hook of {host} sees; leave it out",
     ),
     of_command(
@@ -232,7 +220,7 @@ ABILITIES = (
     ),
     of_command(
         "head by flags",
-        lambda given: given.config.center is not None and bool(given.host.head_flags),
+        lambda given: given.config.center and given.host.head_flags,
         lambda given: f"mis.center on {{host}} needs {given.host.head_flags}",
         "warn",
     ),

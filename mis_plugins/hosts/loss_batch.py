@@ -99,11 +99,7 @@ def knows_versions(batch: Batch) -> bool:
 
 
 def written(batch: Batch, lengths: Sequence[int]) -> Written:
-    """Versions and recomputed log-probs of a micro-batch's or rollout's tokens; `docs/async.md` has the keys.
-
-    Raises:
-        InputError: a list that does not fit.
-    """
+    """Versions and recomputed log-probs of tokens, by the keys of docs/async.md; raises InputError for a misfit."""
     versions = _flat(VERSIONS, batch[VERSIONS], lengths).long()
     if _has(batch, "recomputed_log_probs"):
         recomputed = _log_probs("recomputed_log_probs", batch, lengths)

@@ -20,6 +20,10 @@ BASE = ("miles.utils.args.schema", "BaseConfig")  # what a `config_class` must i
 NAME = "MisPluginsConfig"
 KEYS = ("mis", "bitwise", *reading.FLAT_KEYS, *reading.AREAL_KEYS)  # `use_tis` and `tis_clip` are the host's own
 OURS = ("mis_plugins.", "true_on_policy.")
+NOTICE = (
+    "keys: Miles 31f1ca9 and slime 624b824 make an argument of every key; a newer Miles asks who owns a key, and any "
+    "hook of ours on its command line owns mis, bitwise and the flat keys"
+)
 FLAGS = {
     "compute_mis_weights_with_cp": "custom_tis_function_path",
     "compute_mis_weights_fsdp": "custom_tis_function_path",
@@ -97,11 +101,3 @@ def __getattr__(name: str) -> Any:
     if name != NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _inheriting(getattr(import_module(BASE[0]), BASE[1]))
-
-
-def notice() -> str:
-    """Say to whom the keys of a file belong."""
-    return (
-        "keys: Miles 31f1ca9 and slime 624b824 make an argument of every key; a newer Miles asks who owns a key, and "
-        "any hook of ours on its command line owns mis, bitwise and the flat keys"
-    )

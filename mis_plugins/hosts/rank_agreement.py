@@ -51,11 +51,7 @@ def check_agreement(config: CorrectionConfig, ranks: Ranks) -> None:
 
 
 def check_everywhere(hook: str, setting: Any) -> None:
-    """Compare what a hook was given under `mis:` on all ranks, also of earlier pipeline stages, at first use.
-
-    Raises:
-        ConfigError, MisError: as `check_agreement`.
-    """
+    """Compare what a hook was given under `mis:` on all ranks, at first use; raises what `check_agreement` raises."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         _compared_everywhere(hook, json.dumps(plain(setting), default=repr))
 

@@ -35,6 +35,7 @@ Groups = list[list[int]]  # the samples of each micro-batch of an optimizer step
 KEY = "resplit_every"
 FIELD = f"mis.{KEY}"
 PREFIX = "resplit_"  # of the pass's keys, as hosts have `ref_` for a reference policy
+RESPLIT = ("resplit_differs", "resplit_diff_abs_mean", "resplit_diff_abs_max")  # metrics of the valid tokens
 HELD = ("self", "data_iterator", "num_microbatches", "rollout_id")
 ONE_SPLIT = (
     "mis.resplit_every: micro-batches of one sample, and no two of them that can be joined, so that nothing is "
@@ -81,7 +82,8 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
             all_reduce(largest, group, dist.ReduceOp.MAX)
     if host.reports(ranks):
         tokens, differing, apart = sums.tolist()
-        metrics = resplit_metrics(tokens, differing, apart, float(largest))
+        values = ratio_of(differing, tokens), ratio_of(apart, tokens), float(largest) if tokens else math.nan
+        metrics = known(dict(zip(RESPLIT, values, strict=True)))
         tracking.log(args, metrics, tracking.number_of(args, rollout_id, 0))
 
 
@@ -186,15 +188,3 @@ def _groups(iterator: Any, number: int) -> Groups:
 def _anywhere(here: bool) -> bool:
     """Whether something holds on any rank."""
     return here if not dist.is_initialized() else any(heard(FIELD, "yes" * here).values())
-
-
-RESPLIT = ("resplit_differs", "resplit_diff_abs_mean", "resplit_diff_abs_max")
-
-
-def resplit_metrics(tokens: float, differing: float, apart: float, largest: float) -> dict[str, float]:
-    """Every known metric of two log-prob passes over the valid tokens of a rollout, by name.
-
-    `differing` tokens have another log-prob in the second pass; `apart` sums |difference|, `largest` is its maximum.
-    """
-    most = largest if tokens else math.nan
-    return known(dict(zip(RESPLIT, (ratio_of(differing, tokens), ratio_of(apart, tokens), most), strict=True)))

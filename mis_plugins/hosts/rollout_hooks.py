@@ -43,7 +43,6 @@ def normalize_rollout(
         ConfigError: the hook would have no effect; context- or tensor-parallel ranks have different configs.
     """
     check_everywhere("normalize_rollout", args.get("mis"))
-    by_loss_hook = _is_by_loss_hook(args)
     config = _in_force(args, tis_config)
     if not config.weight or not config.weight.normalize or config.weight.normalize.scope != "rollout":
         raise ConfigError(
@@ -60,7 +59,7 @@ def normalize_rollout(
     batch = HostBatch.of_rollout(args, data, current(args).parallel())
     check_apart(batch.train_log_probs, batch.rollout_log_probs, "log_probs")
     log_probs, numerator = (batch.proximal, batch.behavior), None
-    if by_loss_hook and loss_batch.knows_versions(data):
+    if _is_by_loss_hook(args) and loss_batch.knows_versions(data):
         config = config.where_versions_are_known()
     if config.segment_wise_on:
         loss_batch.check_versions(args, data, config)

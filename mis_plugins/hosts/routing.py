@@ -249,9 +249,8 @@ def source() -> Source:
     if (manager := MILES.routing_replay.loaded()) is not None:
         return Queues(lambda: manager.stage if manager.enabled else None, partial(setattr, manager, "stage"))
     if any(host.routing_replay.loaded() is not None for host in (SLIME, VIME)):
-        return Queues(_slime_stage, partial(os.environ.__setitem__, STAGE))
+        return Queues(
+            lambda: os.environ.get(STAGE) if os.environ.get(SWITCH, "0") == "1" else None,
+            partial(os.environ.__setitem__, STAGE),
+        )
     return Targets()
-
-
-def _slime_stage() -> str | None:
-    return os.environ.get(STAGE) if os.environ.get(SWITCH, "0") == "1" else None

@@ -260,11 +260,7 @@ class Recorder:
             apart = self._report(pending[config], ranks, ended, apart)
 
     def check_rollout(self, args: Any, rollout_id: int, ranks: Ranks) -> None:
-        """Where the host has no step hook: check at the next rollout that a hook of ours corrected in this one.
-
-        Raises:
-            ConfigError: as `report`.
-        """
+        """Check, where no step hook is given, that a hook of ours corrected the rollout before; raises as `report`."""
         if view(args).get("custom_megatron_before_train_step_hook_path") is not None:
             return
         self._begin(args)

@@ -16,17 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
+from mis_plugins.correction import rejection
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.correction.plan import monotone, weighs_tokens, zero_weights
 from mis_plugins.correction.ratios import exp_clamped, log_bound, saturated, share_above, share_below
-from mis_plugins.correction.rejection import (
-    Totals,
-    aggregate,
-    applied_bound,
-    known_log_ratio,
-    passing_units,
-    unit_ratio,
-)
 from mis_plugins.metrics.token_metrics import PPL_RATIO, SATURATED, Catalogue, Side, Value, end_of, of
 
 
@@ -88,8 +81,8 @@ def _weight_metrics(weight: WeightConfig | None) -> Catalogue:
         is_ratio_max_final=lambda c: _extreme_weight(c, "max"),
     )
     if weight.by_sequence:
-        log_ratio = lambda c: known_log_ratio(c.unit_totals, weight)  # noqa: E731
-        before = lambda c: unit_ratio(c.unit_totals, weight)  # noqa: E731
+        log_ratio = lambda c: rejection.known_log_ratio(c.unit_totals, weight)  # noqa: E731
+        before = lambda c: rejection.unit_ratio(c.unit_totals, weight)  # noqa: E731
         far = {"saturated_sequence_fraction": lambda c: saturated(log_ratio(c))}
         bounded = _around_bound(weight, log_ratio, before, lambda c: c.sequence_weight)
         return of("sequence", **far, **bounded) | final
@@ -163,8 +156,8 @@ def compared(c: Correction, rule: RejectRule) -> Tensor:
     return _of_units(c, c.by_population[population], rule)
 
 
-def _of_units(c: Correction, totals: Totals, rule: RejectRule) -> Tensor:
-    value = aggregate(totals, rule)
+def _of_units(c: Correction, totals: rejection.Totals, rule: RejectRule) -> Tensor:
+    value = rejection.aggregate(totals, rule)
     if c.config.population(rule) == "valid":
         return value
     return torch.where(totals["valid"] > 0, value, torch.nan)  # NaN lies neither below nor above a bound
@@ -177,10 +170,10 @@ def _normalized(c: Correction, weight: Tensor) -> Tensor:
 def _token_ratio(weight: WeightConfig) -> Value:
     if weight.level == "token":
         return lambda c: c.stage.weighed
-    return lambda c: _at_tokens(c, lambda totals: unit_ratio(totals, weight))
+    return lambda c: _at_tokens(c, lambda totals: rejection.unit_ratio(totals, weight))
 
 
-def _at_tokens(c: Correction, of_segment: Callable[[Totals], Tensor]) -> Float[Tensor, " T"]:
+def _at_tokens(c: Correction, of_segment: Callable[[rejection.Totals], Tensor]) -> Float[Tensor, " T"]:
     """Give each token the number of its segment; a masked token gets the number of some segment."""
     assert c.segments is not None
     return c.segments.segments.ragged.to_tokens(of_segment(c.segments.totals).float())
@@ -198,7 +191,7 @@ def _extreme_weight(c: Correction, side: Side) -> Float[Tensor, " N"]:
         return _normalized(c, weight)
     if c.config.weight is not None and monotone(c.config):
         ratio = c.totals["ratio_max"] if side == "max" else c.totals.ratio_min
-        return _normalized(c, applied_bound(ratio, c.config.weight))
+        return _normalized(c, rejection.applied_bound(ratio, c.config.weight))
     row = c.totals[f"{'weight' if zero_weights(c.config) else 'passing_weight'}_{side}"]
     return _normalized(c, _of_sequence(c, row.nan_to_num(posinf=0.0, neginf=0.0)))
 
@@ -211,9 +204,9 @@ def _extreme_passing(c: Correction, side: Side) -> Float[Tensor, " N"]:
         return _normalized(c, c.totals[f"passing_weight_{side}"])
     if weighs_tokens(c.config) and weight and weight.record.drops_token and units is None:
         row = c.totals[f"passing_{side}"]
-        exists, extreme = row.abs() < torch.inf, _normalized(c, applied_bound(exp_clamped(row), weight))
+        exists, extreme = row.abs() < torch.inf, _normalized(c, rejection.applied_bound(exp_clamped(row), weight))
     else:
-        exists = passing_units(c.unit_totals, units) if units else c.totals.any_usable
+        exists = rejection.passing_units(c.unit_totals, units) if units else c.totals.any_usable
         extreme = _extreme_weight(c, side)
     return torch.where(exists, extreme, torch.inf if side == "min" else -torch.inf)
 

@@ -30,11 +30,6 @@ def _effective_share(s: Step, x: str, count: str) -> float:
 
 SEGMENT_WISE_ONLY = "behav_imp_weight/var/segment_wise"
 variance = take.std.then(lambda x: x * x)
-OF_TOKENS: Metrics = {"staleness/tokens": take.total}
-OF_EXCESS: Metrics = {SEGMENT_WISE_ONLY: variance}
-OF_STANDARD_EXCESS: Metrics = {"behav_imp_weight/var/standard": variance}
-OF_STEP: Metrics = {"behav_kl/avg": take.minus_mean}
-OF_AGE: Metrics = {"staleness/avg": take.mean}
 OF_WEIGHT_EXCESS: Metrics = {"behav_imp_weight/avg": take.mean.then(lambda x: 1 + x), "behav_imp_weight/std": take.std}
 OF_WEIGHT: Metrics = {
     "behav_imp_weight/min": take.smallest,
@@ -42,11 +37,6 @@ OF_WEIGHT: Metrics = {
     # Weights near 0 would vanish in a sum of squared excesses.
     "behav_imp_weight/ess": Reduction("sum squares", _effective_share),
 }
-OF_UNKNOWN: Metrics = {"staleness/unknown": take.total}
-WEIGHT_METRICS = (
-    OF_TOKENS | OF_EXCESS | OF_STANDARD_EXCESS | OF_STEP | OF_AGE | OF_WEIGHT_EXCESS | OF_WEIGHT | OF_UNKNOWN
-)
-"""The metrics of `weights_by_age` by name."""
 
 
 def of_correction(correction: Correction, written: Written, numerator: Float[Tensor, " T"] | None = None) -> Partials:
@@ -84,18 +74,21 @@ def weights_by_age(
     log_r, standard = (x.masked_fill(~both, 0) for x in (log_r, standard))
     weight = multiplied.weights.double().masked_fill(~both, 0)
     of_both = (
-        Quantity("tokens", both, OF_TOKENS),
-        Quantity("excess", _excess(log_r), OF_EXCESS, over="tokens"),
-        Quantity("standard_excess", _excess(standard), OF_STANDARD_EXCESS, over="tokens"),
-        Quantity("step", log_r, OF_STEP, over="tokens"),
-        Quantity("age", written.age, OF_AGE, over="tokens"),
+        Quantity("tokens", both, {"staleness/tokens": take.total}),
+        Quantity("excess", _excess(log_r), {SEGMENT_WISE_ONLY: variance}, over="tokens"),
+        Quantity("standard_excess", _excess(standard), {"behav_imp_weight/var/standard": variance}, over="tokens"),
+        Quantity("step", log_r, {"behav_kl/avg": take.minus_mean}, over="tokens"),
+        Quantity("age", written.age, {"staleness/avg": take.mean}, over="tokens"),
     )
     of_kept = (
         Quantity("kept", both, also="sum"),
         Quantity("weight_excess", weight - 1, OF_WEIGHT_EXCESS, over="kept"),
         Quantity("weight", weight, OF_WEIGHT, over="kept"),
     )
-    of_unknown = (Quantity("unknown", torch.ones_like(log_r), OF_UNKNOWN), Quantity("nonfinite", nonfinite, also="sum"))
+    of_unknown = (
+        Quantity("unknown", torch.ones_like(log_r), {"staleness/unknown": take.total}),
+        Quantity("nonfinite", nonfinite, also="sum"),
+    )
     populations = (both, of_both), (both & multiplied.keep, of_kept), (loss_mask & ~both, of_unknown)
     parts = (by_age(of_part, where, written.known_age) for where, of_part in populations)
     return Partials.beside(part for of_age in parts for part in of_age)
@@ -110,7 +103,7 @@ def by_age(quantities: Iterable[Quantity], where: Bool[Tensor, " T"], ages: Int[
 
 
 def weight_metrics(measured: Partials, segment_wise: bool = True) -> dict[str, float]:
-    """The metrics `WEIGHT_METRICS` of a whole step from merged sums on the host, each also by age (`/age_2`).
+    """The metrics of `weights_by_age` over a whole step from merged sums on the host, each also by age (`/age_2`).
 
     Where `segment_wise` is false, the weights are the standard pi_old / pi_v; the variance of pi_{v+1} / pi_v is then
     unknown and left out.

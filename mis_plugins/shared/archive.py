@@ -53,11 +53,7 @@ class Archive:
         return sorted((name, reader.get_record_header_offset(name), reader.get_record_size(name)) for name in names)
 
     def place(self, name: str) -> tuple[int, int]:
-        """Offset and size of a record, which `torch.save` never compresses.
-
-        Raises:
-            RecordError: the record is compressed, or lies beyond the end of the file.
-        """
+        """Offset and size of a record; raises RecordError where it is compressed, or lies beyond the file's end."""
         reader: Any = self.reader  # whose types lack two of its methods
         header = self.opened.bytes_at(reader.get_record_header_offset(name), LOCAL_HEADER.size)
         if LOCAL_HEADER.unpack(header) != (MARK, zipfile.ZIP_STORED):

@@ -132,7 +132,6 @@ def array_of(array: Opaque) -> Any:
 
 
 def _size(numbers: Any) -> tuple[Any, ...]:
-    """`torch.Size`."""
     if len(numbers) > MOST_DIMENSIONS:
         raise RecordError(f"holds a shape of {len(numbers)} dimensions")
     return tuple(numbers)

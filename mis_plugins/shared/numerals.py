@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from argparse import ArgumentTypeError
 
 from mis_plugins.errors import LARGEST, shown
@@ -24,15 +23,4 @@ def count(text: str) -> int:
     value = whole(text)
     if value < 1:
         raise ArgumentTypeError(f"got {value}; expected at least 1")
-    return value
-
-
-def finite(text: str) -> float:
-    """A number that is neither infinite nor NaN; raises ArgumentTypeError for any other text."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"got {shown(text)}; expected a number") from None
-    if not math.isfinite(value):
-        raise ArgumentTypeError(f"got {shown(text)}; expected a finite number")
     return value

@@ -88,11 +88,7 @@ class Opened:
         return buffer
 
     def tensor_at(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """The `count` numbers at `offset`, in memory or in a mapped copy of their bytes.
-
-        Raises:
-            RecordError: the file ends before them, or the copy finds no place on the disk.
-        """
+        """The `count` numbers at `offset`, in memory or a mapped copy; raises RecordError where file or disk ends."""
         size = count * dtype.itemsize
         if not size:
             return torch.empty(count, dtype=dtype)

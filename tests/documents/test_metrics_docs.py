@@ -16,11 +16,12 @@ from mis_plugins.correction.pipeline import correct
 from mis_plugins.hosts.resplit import RESPLIT
 from mis_plugins.hosts.versions.samples import RETRACTED
 from mis_plugins.metrics.partials import METRICS, partials
-from mis_plugins.metrics.staleness import WEIGHT_METRICS
+from mis_plugins.metrics.staleness import weights_by_age
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, catalogue
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report.readers.curves import PEERS
 from mis_plugins.routing.report import BY_CLASS, ROUTED
+from mis_plugins.versions.segment_wise import BehaviorWeight, Written
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +36,10 @@ def names_of_a_step() -> set[str]:
     one = torch.ones(1, dtype=torch.float64)
     made = replace(made, on_policy=batch.flat_mask, departure=Departure(one, one, one, one))
     of_one = {name for _, metrics, _ in partials(made).records for name in metrics}
-    return {*of_one, *METRICS, "rule_1_rejected_fraction"}
+    written, all_valid = Written(torch.ones(1).long(), one, 1), batch.flat_mask
+    by_age = weights_by_age(one, one, one, written, all_valid, BehaviorWeight(one, all_valid))
+    of_weights = {name for _, metrics, _ in by_age.records for name in metrics}
+    return {*of_one, *of_weights, *METRICS, "rule_1_rejected_fraction"}
 
 
 PLACES = {"{percent}": r"\d\d", "{side}": "(low|high)", "{bound}": r"[\d.]+", "{i}": r"\d", "{age}": r"\d",
@@ -50,7 +54,7 @@ def pattern(name: str) -> str:
 
 
 EVERY = list(WORDS)
-OTHERS = {*WEIGHT_METRICS, *ROUTED, *BY_CLASS, *RESPLIT, RETRACTED}
+OTHERS = {*ROUTED, *BY_CLASS, *RESPLIT, RETRACTED}
 
 VETO = {"over": "min", "lower": 1e-4}
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 from commands import ran
 
+from lab.host.cli.flags import finite
 from mis_plugins.errors import LARGEST, shown
-from mis_plugins.shared.numerals import count, finite, whole
+from mis_plugins.shared.numerals import count, whole
 
 HUGE = "1" + "0" * 400
 

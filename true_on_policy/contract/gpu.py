@@ -177,11 +177,7 @@ def model_contract(model: str, backend: str, **layout: Any) -> GpuContract:
 
 
 def family_and_size(model: str) -> tuple[str, Size]:
-    """Return family and sizes of a model of MODELS, whose name may be Hugging Face's, in any case of letters.
-
-    Raises:
-        ContractError: there is no such model.
-    """
+    """Return family and sizes of a model of MODELS, named as Hugging Face may; raises ContractError for another."""
     bare = lambda name: name.rpartition("/")[2].lower().replace("-", "")  # noqa: E731
     entry = {bare(name): entry for name, entry in MODELS.items()}.get(bare(model))
     if entry is None and re.search(r"-a\d+b\b|moe", model.lower()):

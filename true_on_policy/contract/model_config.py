@@ -16,11 +16,7 @@ from true_on_policy.errors import ContractError, ModelError, TrueOnPolicyError
 
 
 def checkpoint_family(config: Path) -> tuple[Family, Size]:
-    """Return family and sizes of a Hugging Face checkpoint, from its config.json.
-
-    Raises:
-        ContractError: the file cannot be read, or no contract covers the model that it states.
-    """
+    """Return family and sizes that a checkpoint's config.json states; raises ContractError for a model not covered."""
     stated = _stated(config, "--hf-checkpoint", ContractError)
     architectures = stated.get("architectures") or ()
     matching = [family for family in GPU_FAMILIES.values() if set(family.architectures) & set(architectures)]

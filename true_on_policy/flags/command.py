@@ -34,11 +34,7 @@ REFUSALS = tuple(
 
 
 def launch_flags(contract: GpuContract) -> tuple[Flag, ...]:
-    """List the arguments of a launch with Miles under a contract.
-
-    Raises:
-        ContractError: no release of the host carries the family; the message says what is missing.
-    """
+    """List the arguments of a launch with Miles; raises ContractError where no release of the host has the family."""
     words = {**vars(contract), "contract": host_contract(contract.family)}
     rows = (row for row in TABLE["launch"] if row.get("only", contract.backend) == contract.backend)
     flags = [Flag.of(row["owner"], row["flag"], _value(row.get("value", True), words)) for row in rows]

@@ -38,11 +38,7 @@ class BitwiseConfig:
 
     @classmethod
     def from_args(cls, args: Any) -> BitwiseConfig:
-        """Read the config from a host's arguments; every default holds where the file has no key `bitwise:`.
-
-        Raises:
-            HostConfigError: a value cannot work; the message quotes the key.
-        """
+        """Read the key `bitwise:` of a host's arguments, or the defaults; a HostConfigError quotes what cannot work."""
         given = view(args).get("bitwise")
         try:
             return convert(cls, {} if given is None else given, "bitwise")

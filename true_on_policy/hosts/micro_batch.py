@@ -133,11 +133,7 @@ NO_VERSION = -1
 
 
 def write_sample(batch: MicroBatch, sequence: int, folder: Path, metadata: Mapping[str, str]) -> tuple[Path, Path]:
-    """Write one sequence of a micro-batch, and return the two files to compare.
-
-    Raises:
-        RecordError, OSError: a file cannot be written, for lack of room for example.
-    """
+    """Write one sequence as two files to compare, and return them; raises RecordError or OSError on a full disk."""
     ends = batch.ends()
     mine = slice(ends[sequence], ends[sequence + 1])
     engine, trainer, valid = (x[mine] for x in batch.on_host())

@@ -97,13 +97,9 @@ class Proof:
     proven: bool = False
     sent: int = 0
 
-    @property
-    def wanted(self) -> bool:
-        return not self.proven or self.config.weights == "every"
-
     def begin(self, actor: Any) -> None:
         """Note what the engines hold, so that an update that does not arrive is told from a wrong one."""
-        self.due, self.sent = self.wanted, self.sent + 1
+        self.due, self.sent = not self.proven or self.config.weights == "every", self.sent + 1
         if self.due:
             self.before = _on_rank_0(lambda: self.before or _of_engines(actor), [])
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -179,15 +180,12 @@ def install(contract: Contract) -> Undo:
     native.library()
     overrides = _overrides()
     library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*\n?.*Overriding a previously", category=UserWarning)
-            for name, override in overrides.items():
-                library.impl(name, override, "CPU", with_keyset=True)
-    except BaseException:
-        library._destroy()
-        raise
-    return library._destroy
+    with ExitStack() as undo, warnings.catch_warnings():
+        undo.callback(library._destroy)
+        warnings.filterwarnings("ignore", message=".*\n?.*Overriding a previously", category=UserWarning)
+        for name, override in overrides.items():
+            library.impl(name, override, "CPU", with_keyset=True)
+        return undo.pop_all().close
 
 
 def _overrides() -> dict[str, Callable]:

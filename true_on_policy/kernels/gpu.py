@@ -36,11 +36,7 @@ def providers(contract: GpuContract) -> tuple[ModuleType, ...]:
 
 
 def install(contract: GpuContract) -> Undo:
-    """Pin every provider of a contract, or none, and return a function that restores the previous kernels.
-
-    Raises:
-        PinError: a provider is not installed or cannot be pinned.
-    """
+    """Pin every provider of a contract or none, and return the undo; raises PinError for a provider that cannot."""
     missing = [provider.NAME for provider in providers(contract) if provider.version() is None]
     if missing:
         instead = ", or launch with what `flags --gemm triton_persistent` prints" * ("deep_gemm" in missing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -14,10 +14,7 @@ from true_on_policy.errors import PinError
 from true_on_policy.kernels import cpu, gpu
 from true_on_policy.kernels.provider import Undo
 
-
-def _kernels(contract: Contract | GpuContract) -> ModuleType:
-    """Return the module with the kernels of a contract: of this package on the CPU key, or of other libraries."""
-    return gpu if isinstance(contract, GpuContract) else cpu
+KERNELS: dict[type, ModuleType] = {Contract: cpu, GpuContract: gpu}
 
 
 @dataclass
@@ -60,11 +57,14 @@ def active_backend() -> str | None:
 def pin(contract: Contract | GpuContract) -> None:
     """Pin `contract` for the rest of this process, for a host's init hook; raises the errors of `pinned`."""
     global _active
-    kernels = _kernels(contract)
+    kernels = KERNELS[type(contract)]
+    name = kernels.name(contract)
     with _lock:
         if _active is None:
-            _active = _installed(contract)
-        elif _active.name != (name := kernels.name(contract)):
+            with ExitStack() as installed:  # uninstalls where what runs cannot be read
+                installed.callback(kernels.install(contract))
+                _active = _Active(name, kernels.observe(contract), installed.pop_all().close)
+        elif _active.name != name:
             raise PinError(
                 f"kernels: {name!r}, but {_active.name!r} is pinned in this process. "
                 "Other kernels have other bits: leave the outer pin first"
@@ -78,17 +78,6 @@ def pin(contract: Contract | GpuContract) -> None:
         except BaseException:
             _leave()
             raise
-
-
-def _installed(contract: Contract | GpuContract) -> _Active:
-    """Install the kernels and note which kernels run; uninstall them where this cannot be read."""
-    kernels = _kernels(contract)
-    uninstall = kernels.install(contract)
-    try:
-        return _Active(kernels.name(contract), kernels.observe(contract), uninstall)
-    except BaseException:
-        uninstall()
-        raise
 
 
 def _leave() -> None:

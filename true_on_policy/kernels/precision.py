@@ -68,11 +68,7 @@ def settings() -> dict[str, str]:
 
 
 def pin() -> Undo:
-    """Forbid TF32 at every switch, and return a function that restores each switch.
-
-    Raises:
-        PinError: a switch still allows TF32. Every switch is restored first.
-    """
+    """Forbid TF32 at every switch, and return the undo; raises PinError, undone, where a switch still allows TF32."""
     states = _readable()
 
     def undo() -> None:

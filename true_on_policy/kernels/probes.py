@@ -240,14 +240,10 @@ class Packed:
     def __init__(self, draw: Draw, heads: int, groups: int, width: int):
         self.sequences = [[draw(n, count, width) for count in (heads, groups, groups)] for n in LENGTHS]
 
-    def attend(self, library: ModuleType, order, last: tuple[int, ...] = ()) -> dict[int, Tensor]:
-        """Attend over the sequences packed in `order`, and return the output [T, H, D] of each.
-
-        A sequence in `last` has one query only: its last token's.
-        """
+    def attend(self, library: ModuleType, order: Iterable[int]) -> dict[int, Tensor]:
+        """Attend over the sequences packed in `order`, and return the output [T, H, D] of each."""
         order = list(order)
-        queries = [self.sequences[i][0][-1:] if i in last else self.sequences[i][0] for i in order]
-        keys, values = ([self.sequences[i][part] for i in order] for part in (1, 2))
+        queries, keys, values = ([self.sequences[i][part] for i in order] for part in range(3))
         (q_starts, q_longest), (k_starts, k_longest) = _starts(queries), _starts(keys)
         out = library.flash_attn_varlen_func(
             *(torch.cat(queries), torch.cat(keys), torch.cat(values)),

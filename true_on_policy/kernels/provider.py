@@ -11,11 +11,10 @@ Each provider is a module of this package with a NAME. Importing the module impo
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from mis_plugins.shared import provenance
 from true_on_policy.errors import NotSeenError, PinError
 
 Undo = Callable[[], None]
@@ -43,10 +43,8 @@ def installed(module: str, *distributions: str) -> str | None:
     """
     if not findable(module):
         return None
-    for name in distributions:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return f"{name} {importlib.metadata.version(name)}"
-    return f"{module} of unknown version"
+    versions = ((name, provenance.installed(name)) for name in distributions)
+    return next((f"{name} {version}" for name, version in versions if version), f"{module} of unknown version")
 
 
 def findable(module: str) -> bool:

@@ -98,11 +98,7 @@ class TreeLinear(torch.nn.Linear):
 
 
 def take(model: Any, checkpoint: Path) -> None:
-    """Load all weights of a checkpoint.
-
-    Raises:
-        ModelError: a weight of the model is not in the checkpoint, and keeps its previous value.
-    """
+    """Load a checkpoint's weights into the whole model; a ModelError names the weights that the checkpoint lacks."""
     weights = stacked(read_weights(checkpoint), getattr(model.config, "num_experts", 0))
     missing = {*model.load_state_dict(weights, strict=False).missing_keys}
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:

@@ -154,11 +154,7 @@ def weights_hash(checkpoint: Path) -> str:
 
 
 def read_config(checkpoint: Path) -> Any:
-    """Read the configuration of a checkpoint's decoder.
-
-    Raises:
-        ModelError: the model is of no proven family, or departs from its family's record.
-    """
+    """Read the config of a checkpoint's decoder; raises ModelError for a model that departs from a proven family."""
     whole = AutoConfig.from_pretrained(checkpoint)
     check_config(str(checkpoint), whole.to_dict())
     config = whole.get_text_config()

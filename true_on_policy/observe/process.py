@@ -107,11 +107,6 @@ def of_host(args: Any) -> dict[str, str]:
     }
 
 
-def _device() -> str:
-    device()
-    return torch.cuda.get_device_name()
-
-
 def _products(contract: GpuContract) -> str:
     """Digest the products of this model: an engine that multiplies alike has an equal digest.
 
@@ -238,7 +233,7 @@ def chosen(module: str, name: str) -> str:
 
 # The look of each row of the doctor; a NotSeenError says why the row could not be observed.
 LOOKS: dict[str, Look] = {
-    "device": _device,
+    "device": lambda: torch.cuda.get_device_name(device()),
     "torch": lambda: torch.__version__,
     "CUDA": lambda: str(torch.version.cuda),
     "NCCL": _nccl,

@@ -6,16 +6,30 @@ A flag is a field of one dataclass, whose type says what the flag takes.
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lab.host.rollout.serving import SERVING
-from mis_plugins.shared.numerals import finite, whole
+from mis_plugins.errors import shown
+from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import add_version
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
 TELLING = tuple(name for name, engine in SERVING.items() if engine.tells_weights)
 """Engines whose weights can be read back."""
+
+
+def finite(text: str) -> float:
+    """A number that is neither infinite nor NaN; raises ArgumentTypeError for any other text."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {shown(text)}; expected a number") from None
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"got {shown(text)}; expected a finite number")
+    return value
+
 
 DESCRIPTION = """\
 A small, real RL run on CPU. A Megatron-core trainer learns from what a separate rollout engine sampled in a

@@ -262,7 +262,6 @@ HOST = Host(
     parallel=parallel,
     scores=scores,
     recomputes=recomputes,
-    log_probs=host.LogProbs(NEEDS.log_probs.owner),
     own_loss=NEEDS.own_loss.get,
     reports=reports,
     tracking=NEEDS.tracking.loaded,

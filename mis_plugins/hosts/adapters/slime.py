@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import megatron, needs
-from mis_plugins.hosts.host import VERSION_FLAGS, Batch, Host, LogProbs, Scores, Tensor, sequences_of
+from mis_plugins.hosts.host import VERSION_FLAGS, Batch, Host, Scores, Tensor, sequences_of
 from mis_plugins.hosts.needs import LOGLINEAR, Need, Needs, Refusal, VersionNeeds, asked
 
 BACKEND = "slime.backends.megatron_utils"
@@ -142,7 +142,6 @@ HOST = Host(
     parallel=megatron.parallel,
     scores=scores,
     own_loss=SLIME.own_loss.get,
-    log_probs=LogProbs(SLIME.log_probs.owner, beside_entropy=True),
     reports=megatron.reports,
     tracking=SLIME.tracking.loaded,
     needs=SLIME,

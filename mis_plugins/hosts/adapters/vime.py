@@ -26,7 +26,6 @@ HOST = replace(
     runs=slime.tracks(VIME),
     scores=partial(slime.scored, VIME),
     own_loss=VIME.own_loss.get,
-    log_probs=None,
     tracking=VIME.tracking.loaded,
     needs=VIME,
     records=("vime", "megatron", "vllm"),

@@ -87,7 +87,6 @@ class Carrying:
         return together(f"{INIT}, columns", lambda: self._columns_of(actor, data, notes, version, config))
 
     def _noted(self, actor: Any, rollout_id: int, data: Data, begins: bool) -> list[Note]:
-        """The notes of this rank's samples."""
         key = self.trainer.needs.notes
         if data.get(key) is None:
             raise InputError(

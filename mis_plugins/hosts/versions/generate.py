@@ -247,7 +247,6 @@ async def _stream(url: str, payload: Mapping[str, Any], headers: Mapping[str, st
 
 
 def _chunk(data: bytes) -> Chunk:
-    """One chunk of a stream."""
     import httpx  # type: ignore[import-not-found]
 
     try:

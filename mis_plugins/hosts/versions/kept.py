@@ -60,11 +60,7 @@ class KeptSets:
 
 
 def asked(args: Any) -> bool:
-    """Whether the engine samples from a part of the vocabulary.
-
-    Raises:
-        ConfigError: no number bounds the kept sets, or a larger one than SGLang returns.
-    """
+    """Whether top-p or top-k cuts the vocabulary; raises ConfigError where SGLang would not return the kept sets."""
     top_p, top_k = getattr(args, "rollout_top_p", 1.0), getattr(args, "rollout_top_k", -1)
     limit = getattr(args, LIMIT, None)
     if top_k <= 0 and top_p != 1:

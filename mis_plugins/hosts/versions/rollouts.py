@@ -233,7 +233,6 @@ def opened() -> Shelf:
 
 
 def _answer(shelf: Shelf, questions: Any) -> None:
-    """Answer questions until Ray ends."""
     import ray  # type: ignore[import-not-found]
 
     with suppress(ray.exceptions.RayError):
