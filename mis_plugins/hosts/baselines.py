@@ -31,10 +31,10 @@ from mis_plugins.packing.collectives import all_reduce
 FIELD = "mis.group_baseline"
 NEEDED = ("log_probs", "advantages", "rewards", "sample_indices")
 EPSILON = 1e-6  # what the hosts add to a standard deviation
-LARGEST_MEAN = 1e-3  # of a group's rewards that a host has normalized in float32
+LARGEST_SHARE = 1e-4  # of the squares of a group's rewards in their mean, once a host has normalized in float32
 MOST_GROUPS = 2**20
 MOVED = "mis_plugins_moved"  # attribute of advantages whose baseline is ours already
-PerSample = Float[Tensor, " N"]
+PerSample, OfGroups = Float[Tensor, " N"], Float[Tensor, " groups"]
 
 
 def rebase(args: View, rollout_id: int, data: Mapping[str, Any], config_of: Callable[[View], CorrectionConfig]) -> None:
@@ -62,8 +62,8 @@ def rebase(args: View, rollout_id: int, data: Mapping[str, Any], config_of: Call
     indices = torch.as_tensor([int(index) for index in data["sample_indices"]]).to(trains.device)
     size = int(args.n_samples_per_prompt)
     sums = Groups(indices // size, ranks.dp)
-    counted, total, trained = sums.of(torch.ones_like(rewards), rewards, trains.double())
-    _check_groups(args, size, counted, total)
+    counted, total, squares, trained = sums.of(torch.ones_like(rewards), rewards, rewards**2, trains.double())
+    _check_groups(args, size, counted, total, squares)
     by_deviation = config.group_baseline == "grpo" and args.get("grpo_std_normalization", False)
     new = GROUP[config.group_baseline](rewards, trains, sums, by_deviation)
     for place, change in enumerate(torch.where(trains, new - rewards, 0)):
@@ -104,7 +104,7 @@ class Groups:
             raise InputError(f"{FIELD}: sample_indices of one rollout span {self.count} groups; hand on the host's own")
         self.place, self.dp = groups - first, dp
 
-    def of(self, *rows: Float[Tensor, " N"]) -> tuple[Float[Tensor, " groups"], ...]:
+    def of(self, *rows: PerSample) -> tuple[OfGroups, ...]:
         """The sum of each row over each group, over all ranks: one collective."""
         sums = rows[0].new_zeros(len(rows), self.count).index_add_(1, self.place, torch.stack(rows))
         if self.dp is not None:
@@ -112,18 +112,23 @@ class Groups:
         return sums.unbind()
 
 
-def _check_groups(args: View, size: int, counted: Float[Tensor, " groups"], total: Float[Tensor, " groups"]) -> None:
-    """Refuse groups other than the groups over which the host normalized its rewards."""
+def _check_groups(args: View, size: int, counted: OfGroups, total: OfGroups, squares: OfGroups) -> None:
+    """Refuse groups other than the groups over which the host normalized its rewards.
+
+    Equal rewards of a whole group keep the rounding of their mean, which a host may have divided by `EPSILON`.
+    """
     if counted.max() > size:
         raise InputError(
             f"{FIELD}: a group has {int(counted.max())} samples by sample_indices // {size}, more than "
             f"--n-samples-per-prompt {size}: several samples of one rollout are not served"
         )
-    mean = (total / counted.clamp(min=1)).abs().max()
-    if args.get("rewards_normalization", True) and size > 1 and mean > LARGEST_MEAN:
+    share = total**2 / (counted * squares)  # NaN where every reward is 0
+    apart = (share > LARGEST_SHARE) & ((share < 1 - LARGEST_SHARE) | (counted < size))
+    if args.get("rewards_normalization", True) and size > 1 and apart.any():
         raise InputError(
-            f"{FIELD}: rewards of the groups by sample_indices // {size} have a mean of {mean:.2g}, and the host "
-            "subtracts that mean: the groups of the host are others, or incomplete; leave the key out"
+            f"{FIELD}: rewards of the groups by sample_indices // {size} have a mean of "
+            f"{(total / counted)[apart].abs().max():.2g}, and the host subtracts that mean: the groups of the host are "
+            "others, or incomplete; leave the key out"
         )
 
 

@@ -234,7 +234,8 @@ MISLEADING: list[tuple[str, dict[str, Any], str]] = [
     ("August", {"pause_generation_mode": "in_place", "sglang_disable_overlap_schedule": True}, NOT_THERE),
     ("August", {}, NOT_THERE),
     ("slime", {"release_train": True}, "--release-train"),
-    ("slime", {"rollout_top_p": 0.9}, "--rollout-top-p"),
+    *((name, {"rollout_top_p": cut}, "--rollout-top-p other than 1") for name in ("August", "slime")
+      for cut in (0.9, None)),
     ("slime", {}, NOT_THERE),
     ("vime", {}, "mis_plugins.mis.carry_versions: versions are not carried on vime; leave the flag out"),
 ]  # fmt: skip
