@@ -34,7 +34,7 @@ EPSILON = 1e-6  # what the hosts add to a standard deviation
 LARGEST_SHARE = 1e-4  # of the squares of a group's rewards in their mean, once a host has normalized in float32
 MOST_GROUPS = 2**20
 MOVED = "mis_plugins_moved"  # attribute of advantages whose baseline is ours already
-PerSample, OfGroups = Float[Tensor, " N"], Float[Tensor, " groups"]
+PerSample = Float[Tensor, " N"]
 
 
 def rebase(args: View, rollout_id: int, data: Mapping[str, Any], config_of: Callable[[View], CorrectionConfig]) -> None:
@@ -104,7 +104,7 @@ class Groups:
             raise InputError(f"{FIELD}: sample_indices of one rollout span {self.count} groups; hand on the host's own")
         self.place, self.dp = groups - first, dp
 
-    def of(self, *rows: PerSample) -> tuple[OfGroups, ...]:
+    def of(self, *rows: PerSample) -> tuple[Float[Tensor, " groups"], ...]:
         """The sum of each row over each group, over all ranks: one collective."""
         sums = rows[0].new_zeros(len(rows), self.count).index_add_(1, self.place, torch.stack(rows))
         if self.dp is not None:
@@ -112,11 +112,12 @@ class Groups:
         return sums.unbind()
 
 
-def _check_groups(args: View, size: int, counted: OfGroups, total: OfGroups, squares: OfGroups) -> None:
+def _check_groups(args: View, size: int, *sums: Float[Tensor, " groups"]) -> None:
     """Refuse groups other than the groups over which the host normalized its rewards.
 
     Equal rewards of a whole group keep the rounding of their mean, which a host may have divided by `EPSILON`.
     """
+    counted, total, squares = sums
     if counted.max() > size:
         raise InputError(
             f"{FIELD}: a group has {int(counted.max())} samples by sample_indices // {size}, more than "
