@@ -53,9 +53,9 @@ def trainer_of(host: Bodies, args: Any, role: str = "actor") -> Any:
     return actor
 
 
-def carried(host: Bodies, settings: dict[str, Any] = {}, **segment_wise: Any) -> tuple[Any, Carrying]:
+def carried(host: Bodies, settings: dict[str, Any] | None = None, **segment_wise: Any) -> tuple[Any, Carrying]:
     """A trainer, and what the hook keeps in its process."""
-    args = given(host, segment_wise, **settings)
+    args = given(host, segment_wise, **(settings or {}))
     return trainer_of(host, args), Carrying(Trainer(current(args)))
 
 
