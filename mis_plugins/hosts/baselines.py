@@ -113,10 +113,7 @@ class Groups:
 
 
 def _check_groups(args: View, size: int, *sums: Float[Tensor, " groups"]) -> None:
-    """Refuse groups other than the groups over which the host normalized its rewards.
-
-    Equal rewards of a whole group keep the rounding of their mean, which a host may have divided by `EPSILON`.
-    """
+    """Refuse groups that the host did not normalize over; equal rewards of a whole group keep their mean's rounding."""
     counted, total, squares = sums
     if counted.max() > size:
         raise InputError(
