@@ -52,7 +52,7 @@ def rebase(args: View, rollout_id: int, data: Mapping[str, Any], config_of: Call
     config = config_of(args)
     if config.group_baseline is None or not megatron.holds_log_probs():
         return  # a run that only watches; a pipeline stage without log-probs
-    if lacking := [name for name in NEEDED if data.get(name) is None]:
+    if lacking := [name for name in NEEDED if data.get(name) is None or any(x is None for x in data[name])]:
         more = f"; {ONE_STEP}" if lacking[0] == "log_probs" else ""
         raise InputError(f"{FIELD} needs {', '.join(lacking)} of the rollout batch, and rollout_data has none{more}")
     trains = samples_that_train(args, data, config)

@@ -191,6 +191,7 @@ def test_groups_that_lie_on_two_ranks(tmp_path: Path):
         ({"sample_indices": [40, 41, 42, 43, 40, 41, 42, 43]}, "a group has 8 samples by sample_indices // 4, more"),
         ({"sample_indices": [41, 42, 43, 44, 45, 46, 47, 48]}, "a mean of .*: the groups of the host are others"),
         ({"sample_indices": None}, "needs sample_indices of the rollout batch, and rollout_data has none"),
+        ({"sample_indices": [40, None] * 4}, "needs sample_indices of the rollout batch, and rollout_data has none"),
         ({"sample_indices": [40, 41, 42, 2**40, 44, 45, 46, 47]}, "span .* groups"),
         ({"log_probs": None}, "needs log_probs .*with one step give --get-mismatch-metrics"),
     ],
