@@ -22,7 +22,7 @@ from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import InputError, logger
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.batch import HostBatch
+from mis_plugins.hosts.batch import HostBatch, check_sequences
 from mis_plugins.hosts.host import ONE_STEP
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.registry import current
@@ -55,6 +55,7 @@ def rebase(args: View, rollout_id: int, data: Mapping[str, Any], config_of: Call
     if lacking := [name for name in NEEDED if data.get(name) is None or any(x is None for x in data[name])]:
         more = f"; {ONE_STEP}" if lacking[0] == "log_probs" else ""
         raise InputError(f"{FIELD} needs {', '.join(lacking)} of the rollout batch, and rollout_data has none{more}")
+    check_sequences({name: data[name] for name in (*NEEDED, "loss_masks")})
     trains = samples_that_train(args, data, config)
     host = current(args)
     ranks = host.parallel()[0]
