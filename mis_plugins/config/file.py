@@ -56,6 +56,7 @@ class StrictLoader(yaml.SafeLoader):
         if node is not None and _extent(node, {}).size > LARGEST_TREE:
             raise ConfigError(f"aliases (*name) repeat more than {LARGEST_TREE} values and letters; write them out")
         if isinstance(node, yaml.MappingNode):
+            self.flatten_mapping(node)  # what `<<` puts in is a key of the file too
             _check_numbers(node)
         return node
 
@@ -130,8 +131,7 @@ def _check_numbers(root: yaml.MappingNode) -> None:
     """Refuse a number of ours that YAML makes another one of: verl's pair 0.5_5 reads as 0.55."""
     ours = (value for key, value in root.value if OUR_NUMBERS.match(str(key.value)))
     for node in (scalar for value in ours for scalar in _scalars(value)):
-        is_number = node.style is None and node.tag.endswith((":int", ":float"))
-        if is_number and REWRITTEN.match(node.value):
+        if node.tag.endswith((":int", ":float")) and REWRITTEN.match(node.value):
             reading = f"{shown(node.value)} reads as {yaml.safe_load(node.value)}"
             raise ConfigError(f"{_line(node)}{reading}; write the number plainly")
 

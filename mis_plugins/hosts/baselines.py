@@ -22,7 +22,7 @@ from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import InputError, logger
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.batch import HostBatch
+from mis_plugins.hosts.batch import HostBatch, check_sequences
 from mis_plugins.hosts.host import ONE_STEP
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.registry import current
@@ -31,7 +31,7 @@ from mis_plugins.packing.collectives import all_reduce
 FIELD = "mis.group_baseline"
 NEEDED = ("log_probs", "advantages", "rewards", "sample_indices")
 EPSILON = 1e-6  # what the hosts add to a standard deviation
-LARGEST_MEAN = 1e-3  # of a group's rewards that a host has normalized in float32
+LARGEST_SHARE = 1e-4  # of the squares of a group's rewards in their mean, once a host has normalized in float32
 MOST_GROUPS = 2**20
 MOVED = "mis_plugins_moved"  # attribute of advantages whose baseline is ours already
 PerSample = Float[Tensor, " N"]
@@ -52,9 +52,10 @@ def rebase(args: View, rollout_id: int, data: Mapping[str, Any], config_of: Call
     config = config_of(args)
     if config.group_baseline is None or not megatron.holds_log_probs():
         return  # a run that only watches; a pipeline stage without log-probs
-    if lacking := [name for name in NEEDED if data.get(name) is None]:
+    if lacking := [name for name in NEEDED if data.get(name) is None or any(x is None for x in data[name])]:
         more = f"; {ONE_STEP}" if lacking[0] == "log_probs" else ""
         raise InputError(f"{FIELD} needs {', '.join(lacking)} of the rollout batch, and rollout_data has none{more}")
+    check_sequences({name: data[name] for name in (*NEEDED, "loss_masks")})
     trains = samples_that_train(args, data, config)
     host = current(args)
     ranks = host.parallel()[0]
@@ -62,8 +63,8 @@ def rebase(args: View, rollout_id: int, data: Mapping[str, Any], config_of: Call
     indices = torch.as_tensor([int(index) for index in data["sample_indices"]]).to(trains.device)
     size = int(args.n_samples_per_prompt)
     sums = Groups(indices // size, ranks.dp)
-    counted, total, trained = sums.of(torch.ones_like(rewards), rewards, trains.double())
-    _check_groups(args, size, counted, total)
+    counted, total, squares, trained = sums.of(torch.ones_like(rewards), rewards, rewards**2, trains.double())
+    _check_groups(args, size, counted, total, squares)
     by_deviation = config.group_baseline == "grpo" and args.get("grpo_std_normalization", False)
     new = GROUP[config.group_baseline](rewards, trains, sums, by_deviation)
     for place, change in enumerate(torch.where(trains, new - rewards, 0)):
@@ -104,7 +105,7 @@ class Groups:
             raise InputError(f"{FIELD}: sample_indices of one rollout span {self.count} groups; hand on the host's own")
         self.place, self.dp = groups - first, dp
 
-    def of(self, *rows: Float[Tensor, " N"]) -> tuple[Float[Tensor, " groups"], ...]:
+    def of(self, *rows: PerSample) -> tuple[Float[Tensor, " groups"], ...]:
         """The sum of each row over each group, over all ranks: one collective."""
         sums = rows[0].new_zeros(len(rows), self.count).index_add_(1, self.place, torch.stack(rows))
         if self.dp is not None:
@@ -112,18 +113,21 @@ class Groups:
         return sums.unbind()
 
 
-def _check_groups(args: View, size: int, counted: Float[Tensor, " groups"], total: Float[Tensor, " groups"]) -> None:
-    """Refuse groups other than the groups over which the host normalized its rewards."""
+def _check_groups(args: View, size: int, *sums: Float[Tensor, " groups"]) -> None:
+    """Refuse groups that the host did not normalize over; equal rewards of a whole group keep their mean's rounding."""
+    counted, total, squares = sums
     if counted.max() > size:
         raise InputError(
             f"{FIELD}: a group has {int(counted.max())} samples by sample_indices // {size}, more than "
             f"--n-samples-per-prompt {size}: several samples of one rollout are not served"
         )
-    mean = (total / counted.clamp(min=1)).abs().max()
-    if args.get("rewards_normalization", True) and size > 1 and mean > LARGEST_MEAN:
+    share = total**2 / (counted * squares)  # NaN where every reward is 0
+    apart = (share > LARGEST_SHARE) & ((share < 1 - LARGEST_SHARE) | (counted < size))
+    if args.get("rewards_normalization", True) and size > 1 and apart.any():
         raise InputError(
-            f"{FIELD}: rewards of the groups by sample_indices // {size} have a mean of {mean:.2g}, and the host "
-            "subtracts that mean: the groups of the host are others, or incomplete; leave the key out"
+            f"{FIELD}: rewards of the groups by sample_indices // {size} have a mean of "
+            f"{(total / counted)[apart].abs().max():.2g}, and the host subtracts that mean: the groups of the host are "
+            "others, or incomplete; leave the key out"
         )
 
 

@@ -133,7 +133,8 @@ def _not_carried(given: Given) -> str | None:
         return None
     if not host.version_flags:
         return f"{INIT}: versions are not carried on {host.title}; leave the flag out"
-    segment_wise = given.config.where_versions_are_known().segment_wise if given.in_loss_hook else None
+    corrects = given.in_loss_hook and not given.watches and given.get("use_tis") is not False
+    segment_wise = given.config.where_versions_are_known().segment_wise if corrects else None
     scored = segment_wise is not None and segment_wise.enabled and segment_wise.method == "recompute"
     return host.needs.refused(given.args, scored)
 

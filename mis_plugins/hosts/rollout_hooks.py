@@ -59,7 +59,7 @@ def normalize_rollout(
     batch = HostBatch.of_rollout(args, data, current(args).parallel())
     check_apart(batch.train_log_probs, batch.rollout_log_probs, "log_probs")
     log_probs, numerator = (batch.proximal, batch.behavior), None
-    if _is_by_loss_hook(args) and loss_batch.knows_versions(data):
+    if getattr(args, "loss_type", None) == "custom_loss" and loss_batch.knows_versions(data):
         config = config.where_versions_are_known()
     if config.segment_wise_on:
         loss_batch.check_versions(args, data, config)
@@ -96,13 +96,10 @@ def count_samples(
     ROLLOUT.keep(Held(rollout_id, asked(args), counted))
 
 
-def _is_by_loss_hook(args: View) -> bool:
-    return getattr(args, "loss_type", None) == "custom_loss"
-
-
 def _in_force(args: View, tis_config: Callable[[View], CorrectionConfig]) -> CorrectionConfig:
     """The config of the hook that makes the loss: one that changes nothing where the run only watches."""
-    return uncorrected.for_loss_hook(args, reading.from_args(args)) if _is_by_loss_hook(args) else tis_config(args)
+    by_loss_hook = getattr(args, "loss_type", None) == "custom_loss"
+    return uncorrected.for_loss_hook(args, reading.from_args(args)) if by_loss_hook else tis_config(args)
 
 
 def _has_log_probs(data: Mapping[str, Any]) -> bool:

@@ -99,8 +99,8 @@ class RolloutStore:
             here, there = "the micro-batch", "rollout_data"
             has, lacks = (here, there) if config.segment_wise_on else (there, here)
             raise InputError(
-                f"proximal_version: of {has}, and not of {lacks}, so that with mis.weight.normalize.scope: rollout the "
-                "mean would be of other weights; hand it on with both, or with neither"
+                f"proximal_version: of {has}, and not of {lacks}, whose mean with mis.weight.normalize.scope: rollout "
+                "is of other weights; hand it on with both, or use scope: data_parallel, as beside carry_versions"
             )
         if _parts(held.config) != _parts(config):
             raise InputError(

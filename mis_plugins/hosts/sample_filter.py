@@ -11,8 +11,6 @@ from reprlib import repr as shortened
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from mis_plugins.config.view import view
 from mis_plugins.errors import InputError, logger, warn_once
@@ -158,7 +156,7 @@ def _other_tokens(sample: Any, drafts: bool) -> Fault | None:
     if entries is not None and len(listed(entries)) != length:
         return Fault("of other tokens", f"{len(listed(entries))} {ENTRIES} for {length} response tokens")
     if entries is not None:
-        pairs = zip(entries, _response(sample).tolist(), strict=True)
+        pairs = zip(listed(entries), _response(sample), strict=True)
         changed = [entry is not None and _token_of(entry) != token for entry, token in pairs]
     else:
         changed = [False] * length if drafts else _outside_nucleus(sample)
@@ -187,7 +185,7 @@ def _outside_nucleus(sample: Any) -> list[bool]:
     if any(x is None for x in kept_set):
         return none
     ids, offsets = (torch.as_tensor(x).long().flatten() for x in kept_set)
-    tokens, sizes = _response(sample), offsets.diff()
+    tokens, sizes = torch.tensor(_response(sample), dtype=torch.float64), offsets.diff()
     if len(sizes) != len(tokens) or int(sizes.sum()) != len(ids) or (sizes < 0).any():
         return none  # slime itself refuses such a sample
     owner = torch.repeat_interleave(sizes)
@@ -195,9 +193,10 @@ def _outside_nucleus(sample: Any) -> list[bool]:
     return ((sizes > 0) & (hits == 0)).tolist()
 
 
-def _response(sample: Any) -> Int[Tensor, " R"]:
-    tokens = torch.as_tensor(sample.tokens).long().flatten()
-    return tokens[len(tokens) - sample.response_length :]
+def _response(sample: Any) -> list[float]:
+    """Ids of the response's tokens; NaN, which is no id, where an entry is no number."""
+    tokens = listed(sample.tokens)
+    return [number_of(token) for token in tokens[len(tokens) - sample.response_length :]]
 
 
 def _scored_later(args: Any, sample: Any) -> bool:

@@ -49,7 +49,7 @@ def _cells() -> tuple[Int[Tensor, " C"], Float[Tensor, " C"]]:
 
     A cell is all numbers that share their leading bits, up to six of the mantissa. Buckets are wider than cells.
     """
-    first = torch.arange(1 << KEPT_BITS, dtype=torch.int64) << DROPPED_BITS
+    first = torch.arange(1 << KEPT_BITS, dtype=torch.int64, device="cpu") << DROPPED_BITS
     negative = first < 0
     lowest = torch.where(negative, first | ((1 << DROPPED_BITS) - 1), first).view(torch.float64)
     lowest = torch.where(negative, lowest.nan_to_num(nan=-math.inf), lowest)  # -inf shares its cell with NaN
@@ -75,7 +75,7 @@ def quantile(counts: Float[Tensor, " B"], q: float) -> float:
     rank = q * (int(cumulative[-1]) - 1)
     if rank < 0:
         return math.nan
-    ranks = torch.tensor([math.floor(rank), math.ceil(rank)])
+    ranks = counts.new_tensor([math.floor(rank), math.ceil(rank)])
     low, high = (_value(bucket) for bucket in torch.searchsorted(cumulative, ranks, right=True).tolist())
     return low + (high - low) * (rank - math.floor(rank))
 

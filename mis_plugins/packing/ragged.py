@@ -212,5 +212,5 @@ def _combine(totals: Float[Tensor, "K N"], minima: int, maxima: int, group: dist
 
 def to_device(numbers: list[int], device: torch.device) -> Int[Tensor, " _"]:
     """Copy host integers to the device without waiting for the device."""
-    tensor = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)

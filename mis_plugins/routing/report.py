@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mis_plugins.errors import logger
 from mis_plugins.metrics.quantity import known, ratio_of
 from mis_plugins.packing.collectives import RANK_LOST, Arrival, all_reduce, to_host
 from mis_plugins.routing.placement import POSITIONS
@@ -26,8 +26,6 @@ from mis_plugins.routing.table import (
     of_sample,
 )
 from mis_plugins.routing.watch import Watch
-
-logger = logging.getLogger("mis_plugins")
 
 
 @dataclass(frozen=True)

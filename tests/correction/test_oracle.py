@@ -113,8 +113,10 @@ def test_a_down_weighed_token_is_kept(level: str | None):
 
 
 @pytest.mark.parametrize("weight", [None, {"upper": 2.0}])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_default_dtype_of_torch_changes_nothing(dtype: torch.dtype, weight: dict | None):
+@pytest.mark.parametrize(
+    ("dtype", "device"), [(torch.bfloat16, None), (torch.float16, None), (torch.float64, None), (torch.float32, "meta")]
+)
+def test_the_defaults_of_torch_change_nothing(dtype: torch.dtype, device: str | None, weight: dict | None):
     """A host that makes its model in bfloat16 may leave the default so: 0.1 would read 0.10009765625."""
     lists = ratio_batch(WIDE, MASKS).lists()
     reject = [{"over": "token", "upper": 1.15, "down_weigh": 0.1}, {"over": "mean", "upper": 1.25}]
@@ -122,9 +124,11 @@ def test_the_default_dtype_of_torch_changes_nothing(dtype: torch.dtype, weight: 
     expected, before = mis.compute_mis_weights(args, **lists), torch.get_default_dtype()
     try:
         torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
         weights, _, metrics = mis.compute_mis_weights(args, **lists)
     finally:
         torch.set_default_dtype(before)
+        torch.set_default_device(None)
     assert weights is not None and expected[0] is not None and all(map(same_bytes, weights, expected[0]))
     assert all(same_bytes(*pair) for name in metrics for pair in zip(metrics[name], expected[2][name], strict=True))
 

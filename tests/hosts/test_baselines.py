@@ -156,6 +156,19 @@ def test_it_is_off_by_default_and_where_a_run_only_watches(more: dict[str, Any])
     assert advantages(data) == before
 
 
+@pytest.mark.parametrize("by_deviation", [True, False])
+def test_rounding_makes_no_other_groups_of_rewards_that_are_equal_or_large(by_deviation: bool):
+    """Hosts normalize in float32, where the mean of eight rewards of 0.7 is another number, over 1e-6 then 0.06."""
+    raw = torch.tensor([[0.7] * 8, [3e5 * i / 7 for i in range(1, 9)]])
+    centered = raw - raw.mean(-1, keepdim=True)
+    host = (centered / (raw.std(-1, keepdim=True) + 1e-6) if by_deviation else centered).flatten().tolist()
+    data = rollout([0.0] * 16, {0}) | {"rewards": host, "advantages": [torch.full((2,), x) for x in host]}
+    hook(arguments("grpo", n_samples_per_prompt=8, grpo_std_normalization=by_deviation), 3, data)
+    assert advantages(data) == pytest.approx([host[0], *[0.0] * 7, *host[8:]], rel=1e-4, abs=1e-5)
+    with pytest.raises(InputError, match=r"a mean of .*: the groups of the host are others"):
+        hook(arguments("grpo", n_samples_per_prompt=10), 3, {name: column[:10] for name, column in data.items()})
+
+
 def test_groups_that_lie_on_two_ranks(tmp_path: Path):
     """Samples of one group on both data-parallel ranks have the advantages of one rank that holds all."""
     raw, far = [3.0, 0.0, 1.0, 1.0, 9.0, 2.0, 2.0, 0.0], {0, 4}
@@ -178,13 +191,16 @@ def test_groups_that_lie_on_two_ranks(tmp_path: Path):
         ({"sample_indices": [40, 41, 42, 43, 40, 41, 42, 43]}, "a group has 8 samples by sample_indices // 4, more"),
         ({"sample_indices": [41, 42, 43, 44, 45, 46, 47, 48]}, "a mean of .*: the groups of the host are others"),
         ({"sample_indices": None}, "needs sample_indices of the rollout batch, and rollout_data has none"),
+        ({"sample_indices": [40, None] * 4}, "needs sample_indices of the rollout batch, and rollout_data has none"),
         ({"sample_indices": [40, 41, 42, 2**40, 44, 45, 46, 47]}, "span .* groups"),
+        ({"rewards": [0.5, -0.5] * 3}, "rewards: 6 sequences, but the batch has 8"),
+        ({"advantages": [torch.zeros(2)] * 9}, "advantages: 9 sequences, but the batch has 8"),
         ({"log_probs": None}, "needs log_probs .*with one step give --get-mismatch-metrics"),
     ],
 )  # fmt: skip
 def test_a_batch_that_does_not_fit_is_refused(change: dict[str, Any], said: str):
     data = rollout([3.0, 0.0, 1.0, 1.0, 9.0, 2.0, 2.0, 0.0], {0}) | change
-    with pytest.raises(InputError, match=f"^{baselines.FIELD}.*{said}"):
+    with pytest.raises(InputError, match=f"^({baselines.FIELD}.*)?{said}"):
         hook(arguments("grpo"), 3, data)
 
 

@@ -335,7 +335,8 @@ def test_config_check_refuses_what_the_loss_hook_would(mis: dict[str, Any], flag
 
 
 @pytest.mark.parametrize("given", [{"keep_old_actor": True}, {"release_train": True}, REPLAYED,
-                                   {"rollout_top_p": 0.9}, {}])  # fmt: skip
+                                   {"rollout_top_p": 0.9}, {},
+                                   {"release_train": True, "get_mismatch_metrics": True}])  # fmt: skip
 @pytest.mark.parametrize("method", ["recompute", "loglinear"])
 def test_config_check_refuses_what_carry_versions_would(given: dict[str, Any], method: str):
     """With the words of the hook; some arguments matter only where log-probs are recomputed."""

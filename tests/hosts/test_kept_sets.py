@@ -101,6 +101,7 @@ def test_a_set_without_its_token_is_refused() -> None:
     ("args", "said"),
     [
         ({"rollout_top_p": 0.9, "rollout_top_k": -1}, "rollout_top_p: 0.9 with rollout_top_k: -1"),
+        ({"rollout_top_p": None, "rollout_top_k": None}, "rollout_top_p: None with rollout_top_k: None"),
         ({**CUT, kept.LIMIT: 3}, "rollout_top_k: 4, and SGLang returns 3 tokens at most"),
     ],
 )

@@ -257,6 +257,8 @@ UNCHANGED = {
     "another one outside the loss": good(loss_mask=[0, 1], metadata=returned(4, 6)),
     "one that no engine sampled": good(metadata=returned(None, 6)),
     "no metadata": good(metadata=None),
+    "whole numbers of an array of floats": good(tokens=numpy.array([1.0, 2, 5, 6]), metadata=returned(5, 6)),
+    "a number for no entries": Sample([], response_length=0, metadata={"output_token_logprobs": 2}),
     "in its nucleus": good(**nucleus([5], [3, 6])),
     "a tool's, which has no nucleus": good(loss_mask=[0, 1], **nucleus([], [6])),
     "of a nucleus that slime refuses": good(**nucleus([5])),
@@ -278,6 +280,11 @@ CHANGED = {
     "a number for entries": good(metadata={"output_token_logprobs": 2}),
     "outside its nucleus": good(**nucleus([5], [3, 7])),
     "in the other's nucleus": good(**nucleus([6], [5])),
+    **{
+        f"{other} beside {name}": good(tokens=[1, 2, 5, other], **more)
+        for other in (None, "6", 6.5, 2**70)
+        for name, more in {"entries": {"metadata": returned(5, 6)}, "sets": nucleus([5], [6])}.items()
+    },
 }
 
 

@@ -53,9 +53,9 @@ def trainer_of(host: Bodies, args: Any, role: str = "actor") -> Any:
     return actor
 
 
-def carried(host: Bodies, **segment_wise: Any) -> tuple[Any, Carrying]:
+def carried(host: Bodies, settings: dict[str, Any] | None = None, **segment_wise: Any) -> tuple[Any, Carrying]:
     """A trainer, and what the hook keeps in its process."""
-    args = given(host, segment_wise)
+    args = given(host, segment_wise, **(settings or {}))
     return trainer_of(host, args), Carrying(Trainer(current(args)))
 
 
@@ -150,12 +150,23 @@ def test_a_token_that_nobody_scored(too_old: str, host: Bodies, numbering: Numbe
             assert mask.tolist() == [0, 1, 1] and mask.dtype == torch.int
 
 
-@pytest.mark.parametrize("config", [{"method": "loglinear"}, {"enabled": False}])
-def test_nothing_is_scored_that_no_weight_reads(config: dict[str, Any], host: Bodies, numbering: Numbering) -> None:
-    actor, kept = carried(host, **config)
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ({"method": "loglinear"}, {}),
+        ({"enabled": False}, {}),
+        *(({"too_old": too_old}, {"use_tis": False, "get_mismatch_metrics": True}) for too_old in ("raise", "drop")),
+    ],
+)
+def test_nothing_is_scored_or_dropped_that_no_weight_reads(
+    config: dict[str, Any], settings: dict[str, Any], host: Bodies, numbering: Numbering
+) -> None:
+    """Nor where a run only watches, whose loss is the host's own."""
+    actor, kept = carried(host, settings, **config)
     waiting, actor.version = drawn(numbering, [1]), 4
     kept.before_training(actor, 0, data := rollout(host, numbering, drawn(numbering, [1, 3])))
     assert host.passes == 0 and kept.of(data).version == 4 and waiting is not None
+    assert data["loss_masks"][0].tolist() == [1, 1]
 
 
 def test_the_share_of_retracted_samples_is_told_and_logged_once(
@@ -234,7 +245,8 @@ MISLEADING: list[tuple[str, dict[str, Any], str]] = [
     ("August", {"pause_generation_mode": "in_place", "sglang_disable_overlap_schedule": True}, NOT_THERE),
     ("August", {}, NOT_THERE),
     ("slime", {"release_train": True}, "--release-train"),
-    ("slime", {"rollout_top_p": 0.9}, "--rollout-top-p"),
+    *((name, {"rollout_top_p": cut}, "--rollout-top-p other than 1") for name in ("August", "slime")
+      for cut in (0.9, None)),
     ("slime", {}, NOT_THERE),
     ("vime", {}, "mis_plugins.mis.carry_versions: versions are not carried on vime; leave the flag out"),
 ]  # fmt: skip

@@ -54,8 +54,9 @@ def test_what_does_not_count_does_not_count():
     x = torch.tensor([[1.0, math.nan, 3.0], [-2.0, 1.0, math.inf]])
     counts = histograms(x, torch.tensor([1.0, 0.0, 0.0]).double(), edges(CPU))
     assert counts.sum(-1).tolist() == [1, 1]
-    assert quantile(counts[0], 1.0) == pytest.approx(1.0, rel=RELATIVE_ERROR)
-    assert quantile(counts[1], 1.0) == pytest.approx(-2.0, rel=RELATIVE_ERROR)
+    with torch.device("meta"):  # a default of another's
+        quantiles = [quantile(row, 1.0) for row in counts]
+    assert quantiles == pytest.approx([1.0, -2.0], rel=RELATIVE_ERROR)
 
 
 def test_nothing_has_no_quantile():
@@ -89,6 +90,8 @@ def test_long_rows_fall_into_the_buckets_of_short_ones():
     parts = [
         histograms(part, mark, ends) for part, mark in zip(x.split(LONG // 2, 1), marks.split(LONG // 2), strict=True)
     ]
-    assert torch.equal(histograms(x, marks, ends), torch.stack(parts).sum(0))
+    with torch.device("meta"):  # a default of another's
+        whole = histograms(x, marks, ends)
+    assert torch.equal(whole, torch.stack(parts).sum(0))
     nan, low = x.masked_fill(x > 1, math.nan), (x[0] <= 1).double()
     assert torch.equal(histograms(nan, low, ends), histograms(x, low, ends))

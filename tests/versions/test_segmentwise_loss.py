@@ -295,7 +295,7 @@ def test_the_mean_of_other_weights_than_the_micro_batches():
     config = {"weight": {"upper": 1.2, "normalize": {"scope": "rollout"}}}
     args = flags(mis=config, loss_type="custom_loss")
     mis.normalize_rollout(args, 0, random_step(3).batch())
-    message = r"proximal_version: of the micro-batch, and not of rollout_data.*normalize\.scope: rollout"
+    message = r"proximal_version: of the micro-batch, and not of rollout_data.*rollout .*use scope: data_parallel"
     with pytest.raises(InputError, match=message):
         drive(args, step.batch(), step)
 

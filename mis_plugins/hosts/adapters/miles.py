@@ -65,7 +65,7 @@ class Miles(VersionNeeds):
         ),
         Refusal(
             lambda args: args.get("rollout_top_p", 1.0) != 1.0 or host.whole_number(args.get("rollout_top_k")) > 0,
-            f"--rollout-top-p below 1, or --rollout-top-k: recompute scores the whole vocabulary; {LOGLINEAR}",
+            f"--rollout-top-p other than 1, or --rollout-top-k: recompute scores the whole vocabulary; {LOGLINEAR}",
             scored=True,
         ),
     )

@@ -38,7 +38,7 @@ class Slime(VersionNeeds):
         ),
         Refusal(
             lambda args: args.get("rollout_top_p", 1.0) != 1.0,
-            f"--rollout-top-p below 1: recompute scores the whole vocabulary; {LOGLINEAR}",
+            f"--rollout-top-p other than 1: recompute scores the whole vocabulary; {LOGLINEAR}",
             scored=True,
         ),
     )

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts.batch import layout_of
-from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.host import Host, whole_number
 from mis_plugins.packing.layout import Span
 
 KEPT = "output_kept"  # the attribute of a sample
@@ -61,11 +61,11 @@ class KeptSets:
 
 def asked(args: Any) -> bool:
     """Whether top-p or top-k cuts the vocabulary; raises ConfigError where SGLang would not return the kept sets."""
-    top_p, top_k = getattr(args, "rollout_top_p", 1.0), getattr(args, "rollout_top_k", -1)
-    limit = getattr(args, LIMIT, None)
+    top_p, given = getattr(args, "rollout_top_p", 1.0), getattr(args, "rollout_top_k", -1)
+    top_k, limit = whole_number(given), getattr(args, LIMIT, None)
     if top_k <= 0 and top_p != 1:
         raise ConfigError(
-            f"rollout_top_p: {top_p} with rollout_top_k: {top_k}; SGLang returns the tokens that top-p leaves only "
+            f"rollout_top_p: {top_p} with rollout_top_k: {given}; SGLang returns the tokens that top-p leaves only "
             "where top-k bounds their number: give --rollout-top-k 512, or --rollout-top-p 1"
         )
     if limit is not None and top_k > limit:

@@ -15,6 +15,7 @@ from typing import Any
 from mis_plugins.config import reading
 from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.errors import ConfigError, InputError, logger
+from mis_plugins.hosts import uncorrected
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.needs import LOGLINEAR
 from mis_plugins.hosts.registry import current
@@ -46,7 +47,7 @@ def segment_wise(args: Any) -> SegmentWiseConfig | None:
     """Segment-wise weights as the loss hook will have them; None where they are off, or the TIS hook weighs."""
     if getattr(args, "loss_type", None) != "custom_loss":
         return None
-    config = reading.from_args(args).where_versions_are_known()
+    config = uncorrected.for_loss_hook(args, reading.from_args(args)).where_versions_are_known()
     return config.segment_wise if config.segment_wise_on else None
 
 
