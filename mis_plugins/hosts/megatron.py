@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from mis_plugins.hosts.needs import Needs
 
 
+def is_initialized() -> bool:
+    """Whether Megatron has made its groups in this process."""
+    return _mpu() is not None
+
+
 def parallel() -> Parallel:
     """The groups of `megatron.core.mpu`, and (size, rank) of context parallelism; one process without Megatron."""
     from mis_plugins.packing.ragged import Ranks
