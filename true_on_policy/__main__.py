@@ -70,7 +70,7 @@ links of the chain are compared by bytes. Then the control: with stock kernels o
     python -m true_on_policy verify --engine sglang --trainer megatron --model FOLDER --prompts FILE --json proof.json
 
 Exit codes: 0 equal, in every situation that the engine and its requests could meet; 1 different; 2 could not compare,
-which is an error, a control that holds too, or a situation that was not met.
+which is an error, a token without a log-prob, a control that holds too, or a situation that was not met.
 """
 
 

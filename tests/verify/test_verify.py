@@ -346,19 +346,20 @@ def test_situations_are_counted_from_what_the_engine_returned():
 
 
 @pytest.mark.parametrize(
-    ("link", "control", "furthest", "not_met", "verdict"),
+    ("link", "apart", "control", "furthest", "not_met", "verdict"),
     [
-        (1, 0, 0.5, {}, "equal"),
-        (1, 0, None, {}, "incomplete"),  # a control of NaN shows nothing
-        (1, 0, 0.5, {"preemption": "why"}, "incomplete"),
-        (0, 0, 0.5, {"preemption": "why"}, "different"),
-        (1, 1, 0.0, {"preemption": "why"}, "vacuous"),
+        (1, 0.0, 0, 0.5, {}, "equal"),
+        (1, 0.0, 0, None, {}, "incomplete"),  # a control of NaN shows nothing
+        (1, 0.0, 0, 0.5, {"preemption": "why"}, "incomplete"),
+        (0, 0.5, 0, 0.5, {"preemption": "why"}, "different"),
+        (0, None, 0, 0.5, {}, "incomplete"),  # links of NaN show no difference
+        (1, 0.0, 1, 0.0, {"preemption": "why"}, "vacuous"),
     ],
 )
 def test_a_difference_outweighs_a_situation_that_was_not_met(
-    link: int, control: int, furthest: float | None, not_met: dict[str, str], verdict: str
+    link: int, apart: float | None, control: int, furthest: float | None, not_met: dict[str, str], verdict: str
 ):
-    links, broken = [Link("a", link, 1, None, 0.0)], Link("b", control, 1, None, furthest)
+    links, broken = [Link("a", link, 1, None, apart)], Link("b", control, 1, None, furthest)
     certificate = SimpleNamespace(links=links, control=broken, not_met=not_met)
     assert Certificate.verdict.fget(certificate) == verdict  # pyright: ignore[reportOptionalCall]
 
@@ -432,13 +433,15 @@ def test_the_workload_meets_its_situations(tiny: Path):
         ([[0.0] * 3], [torch.zeros(3, dtype=torch.float64)], "dtype torch.float32 against torch.float64"),
         ([[0.0] * 3], [[0.0]], "shape (3,) against (1,)"),
         ([[0.0] * 3], [[0.0] * 4], "shape (3,) against (4,)"),
-        ([[-1.0], [-0.5, torch.nan]], [[-1.0], [-0.5, torch.nan]], "NaN at [1, 1]"),
+        *(
+            ([[-1.0], [-0.5, number]], [[-1.0], [-0.5, number]], "no log-prob at [1, 1]")
+            for number in (torch.nan, -torch.inf, -9999.0, 1.0)
+        ),
+        ([[-1.0], [-0.0]], [[-1.0], [-0.0]], None),
         ([[0.0], [0.0] * 2], [[0.0] * 2, [0.0]], "sequences of other lengths"),
-        ([[-torch.inf, -1.0]], [[-torch.inf, -1.0]], None),
     ],
 )
 def test_log_probs_of_another_dtype_or_number_and_nan_never_hold(left: list, right: list, first: str | None):
-    """An infinity on both sides holds."""
     found = link("a link", *([torch.as_tensor(values) for values in side] for side in (left, right)))
     assert (found.holds, found.first) == (first is None, first)
     assert (found.furthest == 0) == found.holds

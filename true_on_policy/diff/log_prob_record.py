@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
+from mis_plugins.shared.absent import HIGHEST, LOWEST
 from mis_plugins.shared.archive import Stored
 from mis_plugins.shared.arrays import Safetensors, save_safetensors
 from mis_plugins.shared.budget import RecordError
@@ -134,6 +135,11 @@ class LogProbRecord:
             if hashes.get(name) != digest(tensor):
                 raise RecordError(f"{path}: {name} is not what was written (other SHA-256)")
         return record
+
+
+def absent(log_probs: Float[Tensor, "T"]) -> Bool[Tensor, "T"]:
+    """Whether a number is no log-prob of a sampled token: NaN, infinite, or out of bounds. It is equal to nothing."""
+    return ~((log_probs > LOWEST) & (log_probs <= HIGHEST))
 
 
 def provenance(contract: Contract | None = None) -> dict[str, str]:
