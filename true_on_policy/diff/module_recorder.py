@@ -49,7 +49,9 @@ def record(
     Raises:
         RecordError: `folder` holds a recording of this rank already; two recordings would be read as one.
     """
-    recorder = Recorder(Path(folder), select or (lambda x: x))
+    recorder, wrappers, inner = Recorder(Path(folder), select or (lambda x: x)), [], model
+    while [*inner._modules] == ["module"]:  # Megatron's DDP and Float16Module take arguments without names
+        wrappers, inner = [*wrappers, inner], inner.get_submodule("module")
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if type(module).__name__ in PLACEHOLDERS:
@@ -58,8 +60,9 @@ def record(
                 # Megatron's layer_number counts from 1 over all pipeline stages.
                 layer = getattr(module, "layer_number", int(match[1]) + 1) - 1
                 hooks.callback(module.register_forward_pre_hook(recorder.entering(layer)).remove)
-            inputs = recorder.inputs_of(name) if name else recorder.inputs_of_model(model)
-            hooks.callback(module.register_forward_pre_hook(inputs, with_kwargs=True).remove)
+            inputs = recorder.inputs_of_model(inner) if module is inner else recorder.inputs_of(name)
+            if module not in wrappers:
+                hooks.callback(module.register_forward_pre_hook(inputs, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(recorder.output_of(name)).remove)
             if match:
                 hooks.callback(module.register_forward_hook(recorder.entering(None), always_call=True).remove)

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,12 @@ def read_recording(path: Path | str) -> Recording:
     files = sorted(_files(path), key=natural)
     items = [item for file in files for item in _items(file, alone=file == path)]
     items.sort(key=lambda item: item[0])
+    for (place, first), (other, second) in pairwise(items):
+        if place == other and place[0] == DUMPED:
+            raise RecordError(
+                f"{path}: {first.key} and {second.key} have one step, rank and dump_index ({place[1]}): two recordings "
+                "lie in this folder; record into an empty one"
+            )
     return Recording(path, numbered(entry for _, entry in items))
 
 
@@ -139,6 +146,7 @@ def numbered(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(with_numbers)
 
 
+DUMPED = 0  # dumps stand before other files
 _Item = tuple[tuple, Entry]  # a key to sort by, and an entry whose occurrence is not counted yet
 
 
@@ -241,7 +249,9 @@ def _dumped(file: Path, tags: Mapping[str, str]) -> _Item:
         rank=rank,
         recompute=tags.get("recompute_status") == "recompute",
     )
-    return (0, index, rank), Entry(key, partial(read, file, partial(_dumped_alone, READERS[file.suffix], file)))
+    return (DUMPED, index, rank, natural(tags.get("step"))), Entry(
+        key, partial(read, file, partial(_dumped_alone, READERS[file.suffix], file))
+    )
 
 
 def _dumped_pt(file: Path) -> Value:

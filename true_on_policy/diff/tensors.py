@@ -136,6 +136,8 @@ def compare_log_probs(key: Key, a: LogProbRecord, b: LogProbRecord) -> Row:
     for name in ("tokens", "cu_seqlens", "versions"):
         if mismatch := first_mismatch(a.tensors[name], b.tensors[name]):
             return Row(key, "not comparable", detail=f"not the same {name}: {mismatch}")
+    if a.prompts and b.prompts and a.prompts != b.prompts:
+        return Row(key, "not comparable", detail="not the same prompts")
     if not len(a.tokens):
         return Row(key, "not comparable", detail="no token is recorded")
     marks = [absent(side.log_probs) for side in (a, b)]
