@@ -430,7 +430,7 @@ def test_an_unreadable_file_does_not_hide_the_others(tmp_path: Path):
         (lambda path: path.write_text("x"), "expected a folder, or a file that ends in"),
         (lambda path: (dump_all(path, BASE) / "model.bin.index.json").write_text("{"), "index.json: cannot be read"),
         (lambda path: (path.mkdir(), (path / "dump_index=one___name=x.pt").write_bytes(b"")), "dump_index=one"),
-        (lambda path: dump(dump_all(path, BASE), 2, "old.output", X), "two recordings lie in this folder"),
+        (lambda path: dump(dump_all(path, BASE), 2, "old.output", X), "two recordings lie here"),
         (lambda path: (path.mkdir(), torch.save(X.to_sparse(), path / "x.pt")), "without plain bytes"),
         (lambda path: (path.mkdir(), torch.save(X.to("meta"), path / "x.pt")), "without plain bytes"),
         (

@@ -32,7 +32,6 @@ from mis_plugins.shared.arrays import Safetensors, save_safetensors
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import tensor_of
 from mis_plugins.shared.provenance import environment
-from true_on_policy.bitwise import INTEGERS
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import packages
 
@@ -91,13 +90,12 @@ class LogProbRecord:
             RecordError: the lists do not fit together, or `dtype` would round a number.
         """
         lengths = [len(sequence) for sequence in tokens]
-        if [len(sequence) for sequence in log_probs] != lengths:
-            raise RecordError(
-                f"log_probs: sequences of {[len(sequence) for sequence in log_probs]} values for tokens of {lengths}"
-            )
-        flat = [value for sequence in log_probs for value in sequence]
         if isinstance(versions, int):
             versions = [[versions] * length for length in lengths]
+        for name, column in (("log_probs", log_probs), ("versions", versions)):
+            if (held := [len(sequence) for sequence in column]) != lengths:
+                raise RecordError(f"{name}: sequences of {held} values for tokens of {lengths}")
+        flat = [value for sequence in log_probs for value in sequence]
         return cls(
             tokens=torch.tensor([token for sequence in tokens for token in sequence], dtype=torch.int64),
             log_probs=_exact(flat, dtype),
@@ -152,10 +150,8 @@ def provenance(contract: Contract | None = None) -> dict[str, str]:
 
 def digest(x: Shaped[Tensor, "..."]) -> str:
     """Hash dtype, shape and bytes in row-major order by SHA-256."""
-    integers = x.detach().cpu().contiguous().flatten().view(INTEGERS[x.element_size()])
-    sha256 = hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode())
-    sha256.update(integers.numpy().data)
-    return sha256.hexdigest()
+    content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode() + content).hexdigest()
 
 
 def _exact(values: Sequence[float | None], dtype: torch.dtype) -> Float[Tensor, "T"]:

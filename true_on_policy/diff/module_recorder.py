@@ -96,17 +96,10 @@ class Recorder:
         record.save(self._next(LOG_PROBS, ".safetensors")[0])
 
     def entering(self, layer: int | None):
-        def hook(*_: Any) -> None:
-            self.layer = layer
-
-        return hook
+        return lambda *_: setattr(self, "layer", layer)
 
     def inputs_of(self, module_name: str):
-        def hook(_: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-            for key, value in _tensors({**dict(enumerate(args)), **kwargs}):
-                self.write(f"{NON_INTRUSIVE}{module_name}.inputs.{key}", value)
-
-        return hook
+        return lambda _, args, kwargs: self._write_all(module_name, "inputs", {**dict(enumerate(args)), **kwargs})
 
     def inputs_of_model(self, model: nn.Module):
         """Record the model's own inputs under the names of its arguments (`input_ids`), as in SGLang's dumps."""
@@ -119,12 +112,11 @@ class Recorder:
         return hook
 
     def output_of(self, module_name: str):
-        def hook(_: nn.Module, __: tuple, output: Any) -> None:
-            for key, value in _tensors(output):
-                parts = (part for part in (module_name, "output", key) if part)
-                self.write(NON_INTRUSIVE + ".".join(parts), value)
+        return lambda _, __, output: self._write_all(module_name, "output", output)
 
-        return hook
+    def _write_all(self, module_name: str, side: str, value: Any) -> None:
+        for key, tensor in _tensors(value):
+            self.write(NON_INTRUSIVE + ".".join(filter(None, (module_name, side, key))), tensor)
 
     def _next(self, name: str, suffix: str) -> tuple[Path, dict[str, Any]]:
         self.dump_index += 1

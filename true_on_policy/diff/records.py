@@ -102,12 +102,9 @@ def read_recording(path: Path | str) -> Recording:
     files = sorted(_files(path), key=natural)
     items = [item for file in files for item in _items(file, alone=file == path)]
     items.sort(key=lambda item: item[0])
-    for (place, first), (other, second) in pairwise(items):
-        if place == other and place[0] == DUMPED:
-            raise RecordError(
-                f"{path}: {first.key} and {second.key} have one step, rank and dump_index ({place[1]}): two recordings "
-                "lie in this folder; record into an empty one"
-            )
+    if twice := [entry.key for (place, entry), (other, _) in pairwise(items) if place == other and not place[0]]:
+        why = "has step, rank and dump_index of another dump: two recordings lie here; record into an empty folder"
+        raise RecordError(f"{path}: {twice[0]} {why}")
     return Recording(path, numbered(entry for _, entry in items))
 
 
@@ -146,7 +143,6 @@ def numbered(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(with_numbers)
 
 
-DUMPED = 0  # dumps stand before other files
 _Item = tuple[tuple, Entry]  # a key to sort by, and an entry whose occurrence is not counted yet
 
 
@@ -249,7 +245,7 @@ def _dumped(file: Path, tags: Mapping[str, str]) -> _Item:
         rank=rank,
         recompute=tags.get("recompute_status") == "recompute",
     )
-    return (DUMPED, index, rank, natural(tags.get("step"))), Entry(
+    return (0, index, rank, natural(tags.get("step"))), Entry(
         key, partial(read, file, partial(_dumped_alone, READERS[file.suffix], file))
     )
 
