@@ -684,6 +684,7 @@ def test_records_of_nothing_are_not_equal(tmp_path: Path):
     ("arguments", "message"),
     [
         ({"log_probs": [[-0.5], [], [-1.0, -2.0]]}, r"sequences of \[1, 0, 2\] values for tokens of \[3, 0, 2\]"),
+        ({"versions": [[0, 0], [1], [1, 1]]}, r"versions: sequences of \[2, 1, 2\] values for tokens of \[3, 0, 2\]"),
         ({"log_probs": [[-0.1, -0.25, -3.0], [], [-1.0, -2.0]]}, r"-0\.1 is no torch\.float32"),
     ],
 )
