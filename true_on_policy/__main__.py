@@ -23,14 +23,16 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from mis_plugins.errors import UserError
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import INTERRUPTED, Gone, add_version, importing, is_foreign, not_installed
 from mis_plugins.shared.shell import REFUSED as FAILED
 from mis_plugins.shared.terminal import print_error, print_table, printable
+from true_on_policy.contract.specs import at
 from true_on_policy.errors import ContractError, DifferenceError, EngineError
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ links of the chain are compared by bytes. Then the control: with stock kernels o
     python -m true_on_policy verify --engine sglang --trainer megatron --model FOLDER --prompts FILE --json proof.json
 
 Exit codes: 0 equal, in every situation that the engine and its requests could meet; 1 different; 2 could not compare,
-which is an error, a control that holds too, or a situation that was not met.
+which is an error, a token without a log-prob, a control that holds too, or a situation that was not met.
 """
 
 
@@ -128,12 +130,6 @@ def verify(arguments: argparse.Namespace) -> int:
     return verification.run(arguments)
 
 
-def add_diff(subparsers: Subparsers) -> None:
-    from true_on_policy.diff.command import add_parser
-
-    add_parser(subparsers)
-
-
 CONTRACT = """What trainer and engine must share on GPUs.
 
     python -m true_on_policy contract show qwen3-dense --backend megatron
@@ -178,12 +174,6 @@ def show_contract(arguments: argparse.Namespace) -> int:
         print(end="\n" * bool(number))
         print_table(headings, list(rows))
     return 0
-
-
-def add_flags(subparsers: Subparsers) -> None:
-    from true_on_policy.flags.command import add_parser
-
-    add_parser(subparsers)
 
 
 DOCTOR = """What trainer and engine really run, next to each other, and what to set.
@@ -288,9 +278,9 @@ def weights(arguments: argparse.Namespace) -> int:
 
 COMMANDS: Mapping[str, Callable[[Subparsers], None]] = {
     "verify": add_verify,
-    "diff": add_diff,
+    "diff": at("true_on_policy.diff.command:add_parser"),
     "contract": add_contract,
-    "flags": add_flags,
+    "flags": at("true_on_policy.flags.command:add_parser"),
     "doctor": add_doctor,
     "weights": add_weights,
 }
@@ -299,22 +289,17 @@ COMMANDS: Mapping[str, Callable[[Subparsers], None]] = {
 `diff` and `flags` have a `command.py` in their rooms, since other code calls it."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose description keeps its lines, as do those of its commands."""
-
-    def __init__(self, **settings: Any):
-        super().__init__(**settings, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """Build the parser with the command that `argv` names, or with every command where `argv` names none.
 
     Nothing is imported for a command that `argv` does not name, because its libraries may be missing, and nothing for
     `--version`.
     """
-    parser = _Parser(prog="python -m true_on_policy", description=__doc__)
+    # Descriptions keep their lines.
+    kind = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = kind(prog="python -m true_on_policy", description=__doc__)
     add_version(parser)
-    subparsers = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
+    subparsers = parser.add_subparsers(required=True, metavar="|".join(COMMANDS), parser_class=cast(Any, kind))
     asked = [command for command in argv[:1] if command in COMMANDS]
     for command in asked or COMMANDS if argv[:1] != ["--version"] else ():
         with importing():

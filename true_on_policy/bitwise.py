@@ -105,13 +105,13 @@ def first_mismatch(
     a: Shaped[Tensor, "..."],
     b: Shaped[Tensor, "..."],
     cu_seqlens: Int[Tensor, "boundaries"] | None = None,
-    nan_is_equal: bool = True,
+    missing: Bool[Tensor, "T"] | None = None,
 ) -> Mismatch | None:
     """Return the first mismatch of two tensors; None where dtype, shape and bytes are equal.
 
     Args:
         cu_seqlens: boundaries of the sequences of two packed `[T]` tensors; a coordinate is then (sequence, position).
-        nan_is_equal: whether a NaN is equal to a NaN of its bytes; no log-prob is NaN.
+        missing: values of `[T]` tensors that are equal to nothing, such as what stands in for a log-prob.
     """
     if a.dtype != b.dtype:
         return Mismatch("dtype", (a.dtype, b.dtype))
@@ -120,11 +120,11 @@ def first_mismatch(
     a, b = _plain(a), _plain(b)
     first, furthest, counts = None, NO_DISTANCE, torch.zeros(len(LABELS), dtype=torch.int64)
     for start, left, right in _blocks(a, b):
-        missing = torch.tensor(False) if nan_is_equal else _is_nan(left)
-        if torch.equal(_bits(left), _bits(right)) and not missing.any():
+        same = _bits(left) == _bits(right)
+        differs = ~same if missing is None else ~same | missing[start : start + len(same)]
+        if not differs.any():
             continue
-        differs = (_bits(left) != _bits(right)) | missing
-        distances = torch.where(missing, NO_DISTANCE, ulps(left, right))
+        distances = ulps(left, right).masked_fill(same, NO_DISTANCE)
         index = int(differs.int().argmax())
         first = first or (start + index, left[index], right[index], int(distances[index]))
         furthest = max(furthest, int(distances[differs].max()))

@@ -430,6 +430,7 @@ def test_an_unreadable_file_does_not_hide_the_others(tmp_path: Path):
         (lambda path: path.write_text("x"), "expected a folder, or a file that ends in"),
         (lambda path: (dump_all(path, BASE) / "model.bin.index.json").write_text("{"), "index.json: cannot be read"),
         (lambda path: (path.mkdir(), (path / "dump_index=one___name=x.pt").write_bytes(b"")), "dump_index=one"),
+        (lambda path: dump(dump_all(path, BASE), 2, "old.output", X), "two recordings lie here"),
         (lambda path: (path.mkdir(), torch.save(X.to_sparse(), path / "x.pt")), "without plain bytes"),
         (lambda path: (path.mkdir(), torch.save(X.to("meta"), path / "x.pt")), "without plain bytes"),
         (
@@ -612,11 +613,12 @@ def test_a_token_that_no_engine_sampled_is_left_out(masks: Any, code: int, said:
             "a sample of 2 tokens, 3 of them",
         ),
         ({"response_lengths": [2, -1]}, "a sample of 2 tokens, -1 of them in its response"),
+        ({"tokens": [torch.tensor([9, 2, 3]), torch.tensor([4, 5])]}, "not the same prompts"),
     ],
 )
 def test_a_hosts_dump_that_cannot_be_compared_says_why(columns: dict, message: str, tmp_path: Path, capsys: Capture):
-    file = str(saved(tmp_path / "a.pt", miles_dump(**columns)))
-    assert main(["diff", file, file, "--json", str(tmp_path / "r.json")]) == NOT_COMPARABLE
+    files = [str(saved(tmp_path / f"{len(more)}.pt", miles_dump(**more))) for more in (columns, {})]
+    assert main(["diff", *files, "--json", str(tmp_path / "r.json")]) == NOT_COMPARABLE
     assert message in (tmp_path / "r.json").read_text()
 
 
@@ -682,6 +684,7 @@ def test_records_of_nothing_are_not_equal(tmp_path: Path):
     ("arguments", "message"),
     [
         ({"log_probs": [[-0.5], [], [-1.0, -2.0]]}, r"sequences of \[1, 0, 2\] values for tokens of \[3, 0, 2\]"),
+        ({"versions": [[0, 0], [1], [1, 1]]}, r"versions: sequences of \[2, 1, 2\] values for tokens of \[3, 0, 2\]"),
         ({"log_probs": [[-0.1, -0.25, -3.0], [], [-1.0, -2.0]]}, r"-0\.1 is no torch\.float32"),
     ],
 )
@@ -705,6 +708,7 @@ def test_boundaries_that_do_not_fit(boundaries: list):
         {"log_probs": torch.zeros(5).long()},
         {"tokens": None},
         {"more": torch.zeros(5)},
+        {"mask": torch.zeros(2).bool()},
     ],
     ids=str,
 )

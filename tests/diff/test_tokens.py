@@ -5,12 +5,13 @@ The model is a function of what stands before a token, so both sides must agree 
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
+from torch import Tensor, nn
 
 from mis_plugins.shared.budget import RecordError
 from true_on_policy.__main__ import main
@@ -294,6 +295,17 @@ def test_another_dtype():
     assert found.exit_code == NOT_COMPARABLE and statuses(found)["norm.output"] == "other dtype"
 
 
+class Wrapper(nn.Module):
+    """Megatron's Float16Module and its DDP, which take arguments without names."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
+        return self.module(*inputs, **named)
+
+
 def test_real_models_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Hugging Face's padded batch against Megatron's pack, in another order of sequences."""
     qwen = checkpoint("tiny-qwen3", tmp_path / "qwen", torch.float32, seed=0)
@@ -306,6 +318,7 @@ def test_real_models_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with torch.no_grad(), pinned(Contract()):
         with record(hf.model, tmp_path / "hf"):
             hf.model(input_ids=ids, attention_mask=present)
+        megatron.model = cast(Any, Wrapper(Wrapper(megatron.model)))
         with record(megatron.model, tmp_path / "megatron") as recorder:
             megatron.logits(whole[::-1])
     command = ["diff", str(tmp_path / "hf"), str(tmp_path / "megatron"), "--model", str(qwen), "--by-token"]

@@ -118,7 +118,8 @@ def test_the_two_packages_of_one_name(
 def test_the_norm_that_megatron_took() -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
-    assert LOOKS["norm of the local spec"]() == gpt_layer_specs.LNImpl.__name__
+    norm = gpt_layer_specs.LNImpl
+    assert LOOKS["norm of the local spec"]() == f"{norm.__name__} of {norm.__module__.partition('.')[0]}"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")

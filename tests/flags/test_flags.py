@@ -236,6 +236,8 @@ WITHOUT_A_WORD = {
     "sglang_attn_dp_size": 2,
     "sglang_attn_cp_size": 2,
     "sglang_dcp_size": 2,
+    "sglang_enable_layernorm_sp": True,
+    "sglang_enable_nvidia_megakernel": True,
     "sglang_bf16_gemm_backend": "gemv",
     "sglang_enable_torch_compile": True,
     "sglang_modelopt_quant": "fp8",

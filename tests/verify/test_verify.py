@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from true_on_policy.engines.hf.engine import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.errors import ModelError
 from true_on_policy.kernels.pin import active_backend
+from true_on_policy.models.hf_decoder import check_weights
 from true_on_policy.models.tiny import checkpoint, updated
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
@@ -346,19 +348,20 @@ def test_situations_are_counted_from_what_the_engine_returned():
 
 
 @pytest.mark.parametrize(
-    ("link", "control", "furthest", "not_met", "verdict"),
+    ("link", "apart", "control", "furthest", "not_met", "verdict"),
     [
-        (1, 0, 0.5, {}, "equal"),
-        (1, 0, None, {}, "incomplete"),  # a control of NaN shows nothing
-        (1, 0, 0.5, {"preemption": "why"}, "incomplete"),
-        (0, 0, 0.5, {"preemption": "why"}, "different"),
-        (1, 1, 0.0, {"preemption": "why"}, "vacuous"),
+        (1, 0.0, 0, 0.5, {}, "equal"),
+        (1, 0.0, 0, None, {}, "incomplete"),  # a control of NaN shows nothing
+        (1, 0.0, 0, 0.5, {"preemption": "why"}, "incomplete"),
+        (0, 0.5, 0, 0.5, {"preemption": "why"}, "different"),
+        (0, None, 0, 0.5, {}, "incomplete"),  # links of NaN show no difference
+        (1, 0.0, 1, 0.0, {"preemption": "why"}, "vacuous"),
     ],
 )
 def test_a_difference_outweighs_a_situation_that_was_not_met(
-    link: int, control: int, furthest: float | None, not_met: dict[str, str], verdict: str
+    link: int, apart: float | None, control: int, furthest: float | None, not_met: dict[str, str], verdict: str
 ):
-    links, broken = [Link("a", link, 1, None, 0.0)], Link("b", control, 1, None, furthest)
+    links, broken = [Link("a", link, 1, None, apart)], Link("b", control, 1, None, furthest)
     certificate = SimpleNamespace(links=links, control=broken, not_met=not_met)
     assert Certificate.verdict.fget(certificate) == verdict  # pyright: ignore[reportOptionalCall]
 
@@ -394,6 +397,34 @@ def test_a_checkpoint_without_a_weight_is_no_model(trainer: Any, name: str, tmp_
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(ModelError, match=f"{tmp_path}: holds no {name}"):
         trainer(tmp_path, "fp32")
+
+
+Q, OF_2 = "model.layers.2.self_attn.q_proj.weight", "model.layers.2.mlp.experts.0.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        (
+            "tiny-qwen3",
+            lambda held: {Q.replace("2", "3"): held[Q] + 1},
+            r"holds model.layers.3.self_attn.q_proj.weight \[128, 128\], other than",
+        ),
+        ("tiny-qwen3", lambda held: {Q: held[Q][:, :7].clone()}, rf"holds no {Q} \[128, 128\]"),
+        ("tiny-qwen3-tied", lambda held: {"lm_head.weight": torch.ones(333, 320)}, "other than the embedding"),
+        ("tiny-qwen3-tied", lambda held: {"lm_head.weight": held["model.embed_tokens.weight"].clone()}, None),
+        ("tiny-llama", lambda held: {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}, None),
+        ("tiny-qwen3-moe", lambda held: {OF_2.replace(".0.", ".8."): held[OF_2] + 1}, "holds no .*experts.8.gate_proj"),
+        ("tiny-qwen3-vl", lambda held: {}, None),
+    ],
+)
+def test_a_checkpoint_holds_the_weights_of_its_config(model: str, change: Any, message: str | None, tmp_path: Path):
+    """A proof of the first layers would else name the hash of all layers."""
+    file = checkpoint(model, tmp_path, torch.float32, seed=0) / "model.safetensors"
+    held = load_file(file)
+    save_file(held | change(held), file, {"format": "pt"})
+    with pytest.raises(ModelError, match=message) if message else nullcontext():
+        check_weights(tmp_path)
 
 
 def test_a_tiny_model_is_its_seed_and_has_random_norms(tmp_path: Path):
@@ -432,13 +463,15 @@ def test_the_workload_meets_its_situations(tiny: Path):
         ([[0.0] * 3], [torch.zeros(3, dtype=torch.float64)], "dtype torch.float32 against torch.float64"),
         ([[0.0] * 3], [[0.0]], "shape (3,) against (1,)"),
         ([[0.0] * 3], [[0.0] * 4], "shape (3,) against (4,)"),
-        ([[-1.0], [-0.5, torch.nan]], [[-1.0], [-0.5, torch.nan]], "NaN at [1, 1]"),
+        *(
+            ([[-1.0], [-0.5, number]], [[-1.0], [-0.5, number]], "no log-prob at [1, 1]")
+            for number in (torch.nan, -torch.inf, -9999.0, 1.0)
+        ),
+        ([[-1.0], [-0.0]], [[-1.0], [-0.0]], None),
         ([[0.0], [0.0] * 2], [[0.0] * 2, [0.0]], "sequences of other lengths"),
-        ([[-torch.inf, -1.0]], [[-torch.inf, -1.0]], None),
     ],
 )
 def test_log_probs_of_another_dtype_or_number_and_nan_never_hold(left: list, right: list, first: str | None):
-    """An infinity on both sides holds."""
     found = link("a link", *([torch.as_tensor(values) for values in side] for side in (left, right)))
     assert (found.holds, found.first) == (first is None, first)
     assert (found.furthest == 0) == found.holds

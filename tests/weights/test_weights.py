@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -289,7 +290,8 @@ def test_a_quantized_checkpoint_is_not_compared() -> None:
 
 def test_a_buffer_of_whole_numbers_is_told_and_hides_no_weight() -> None:
     buffer = {"vision.embeddings.position_ids": torch.arange(4)}
-    comparison = compare(Engine([loaded(checkpoint())]), checkpoint() | buffer)
+    frequencies = {f"{LAYER}.self_attn.rotary_emb.inv_freq": torch.ones(2)}  # of an old checkpoint; an engine has none
+    comparison = compare(Engine([loaded(checkpoint())]), checkpoint() | buffer | frequencies)
     assert comparison.compared == len(loaded(checkpoint())) + 1
     assert [*map(str, comparison.differences)] == ["vision.embeddings.position_ids: the engine holds nothing of it"]
 
@@ -316,6 +318,16 @@ def test_weights_that_are_cut_over_fewer_ranks_than_others_are_not_told(
         compare(Engine([loaded(checkpoint())]), checkpoint())
     setattr(sizes, axis, 1)
     assert compare(Engine([loaded(checkpoint())]), checkpoint()).equal
+
+
+@pytest.mark.parametrize("order", [[1, 0, 2, 3], [0, 1, 2, 3, 0], [0, 1, 2, 3]])
+def test_experts_that_the_engine_copies_or_moves_are_not_told(order: list[int], monkeypatch: pytest.MonkeyPatch):
+    placed = SimpleNamespace(physical_to_logical_map=torch.tensor([order]))
+    module = SimpleNamespace(get_global_expert_location_metadata=lambda: placed)
+    monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", cast(Any, module))
+    weights = checkpoint(experts=True)
+    with nullcontext() if order == [0, 1, 2, 3] else pytest.raises(NotSeenError, match="copies or moves its experts"):
+        assert compare(Engine([loaded(weights)]), weights).equal
 
 
 def test_an_engine_without_our_plugin_is_not_compared() -> None:

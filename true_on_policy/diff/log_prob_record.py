@@ -26,16 +26,17 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
+from mis_plugins.shared.absent import HIGHEST, LOWEST
 from mis_plugins.shared.archive import Stored
 from mis_plugins.shared.arrays import Safetensors, save_safetensors
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import tensor_of
 from mis_plugins.shared.provenance import environment
-from true_on_policy.bitwise import INTEGERS
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import packages
 
 FORMAT = "true_on_policy.diff.log_prob_record.1"
+TENSORS = ("tokens", "log_probs", "versions", "cu_seqlens")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class LogProbRecord:
     cu_seqlens: Int64[Tensor, "boundaries"]
     metadata: Mapping[str, str] = field(default_factory=dict)
     mask: Bool[Tensor, "T"] | None = None  # the tokens that a host trains on, as its dump says; it is not saved
+    prompts: Sequence[Sequence[int]] = ()  # of the sequences in a host's dump; they are not saved
 
     def __post_init__(self):
         for name in ("tokens", "versions", "cu_seqlens"):
@@ -88,13 +90,12 @@ class LogProbRecord:
             RecordError: the lists do not fit together, or `dtype` would round a number.
         """
         lengths = [len(sequence) for sequence in tokens]
-        if [len(sequence) for sequence in log_probs] != lengths:
-            raise RecordError(
-                f"log_probs: sequences of {[len(sequence) for sequence in log_probs]} values for tokens of {lengths}"
-            )
-        flat = [value for sequence in log_probs for value in sequence]
         if isinstance(versions, int):
             versions = [[versions] * length for length in lengths]
+        for name, column in (("log_probs", log_probs), ("versions", versions)):
+            if (held := [len(sequence) for sequence in column]) != lengths:
+                raise RecordError(f"{name}: sequences of {held} values for tokens of {lengths}")
+        flat = [value for sequence in log_probs for value in sequence]
         return cls(
             tokens=torch.tensor([token for sequence in tokens for token in sequence], dtype=torch.int64),
             log_probs=_exact(flat, dtype),
@@ -105,7 +106,7 @@ class LogProbRecord:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in ("tokens", "log_probs", "versions", "cu_seqlens")}
+        return {name: getattr(self, name) for name in TENSORS}
 
     def save(self, path: Path) -> None:
         """Write the record to a file whose header holds the SHA-256 of each tensor."""
@@ -126,14 +127,19 @@ class LogProbRecord:
         if header.get("format") != FORMAT:
             raise RecordError(f"{path}: not a log-prob record (format {header.get('format')!r})")
         try:
-            record = cls(**{name: file.tensor(name) for name in file.names}, metadata=header)
+            record = cls(*map(file.tensor, TENSORS), metadata=header)
             hashes = dict(json.loads(header["sha256"]))
         except (TypeError, KeyError, ValueError) as error:
             raise RecordError(f"{path}: {error}") from error
-        for name, tensor in record.tensors.items():
-            if hashes.get(name) != digest(tensor):
-                raise RecordError(f"{path}: {name} is not what was written (other SHA-256)")
+        for name in file.names:
+            if name not in TENSORS or hashes.get(name) != digest(record.tensors[name]):
+                raise RecordError(f"{path}: {name} is not what was written (no tensor of a record, or other SHA-256)")
         return record
+
+
+def absent(log_probs: Float[Tensor, "T"]) -> Bool[Tensor, "T"]:
+    """Whether a number is no log-prob of a sampled token: NaN, infinite, or out of bounds. It is equal to nothing."""
+    return ~((log_probs > LOWEST) & (log_probs <= HIGHEST))
 
 
 def provenance(contract: Contract | None = None) -> dict[str, str]:
@@ -144,10 +150,8 @@ def provenance(contract: Contract | None = None) -> dict[str, str]:
 
 def digest(x: Shaped[Tensor, "..."]) -> str:
     """Hash dtype, shape and bytes in row-major order by SHA-256."""
-    integers = x.detach().cpu().contiguous().flatten().view(INTEGERS[x.element_size()])
-    sha256 = hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode())
-    sha256.update(integers.numpy().data)
-    return sha256.hexdigest()
+    content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode() + content).hexdigest()
 
 
 def _exact(values: Sequence[float | None], dtype: torch.dtype) -> Float[Tensor, "T"]:
@@ -213,7 +217,7 @@ def log_prob_records(samples: Samples) -> Iterator[tuple[str, LogProbRecord]]:
 
 
 def _record(name: str, samples: Samples) -> LogProbRecord:
-    tokens = [_response(sample) for sample in samples]
+    prompts, tokens = zip(*map(_split, samples), strict=True)
     given = [tensor_of(sample.get(name)) for sample in samples]
     log_probs = [
         [None] * len(response) if values is None else _plain(values)
@@ -224,20 +228,20 @@ def _record(name: str, samples: Samples) -> LogProbRecord:
         raise RecordError(f"{name}: of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
     try:
         record = LogProbRecord.from_sequences(tokens, log_probs, dtype=dtypes.pop())
-        return replace(record, mask=_mask(samples, tokens))
+        return replace(record, mask=_mask(samples, tokens), prompts=prompts)
     except RecordError as error:
         raise RecordError(f"{name}: {error}; a rank of context parallelism dumps its own part alone") from error
 
 
-def _response(sample: Mapping[str, Any]) -> list[int]:
-    """Return the tokens of the response, which end the sample's tokens."""
+def _split(sample: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Split the tokens of a sample into its prompt and its response."""
     length = next((int(tensor_of(sample[name])) for name in LENGTHS if name in sample), None)
     if length is None:
         raise RecordError(f"a sample without {' or '.join(LENGTHS)}")
     tokens = _plain(sample["tokens"])
     if not 0 <= length <= len(tokens):
         raise RecordError(f"a sample of {len(tokens)} tokens, {length} of them in its response")
-    return tokens[len(tokens) - length :]
+    return tokens[: len(tokens) - length], tokens[len(tokens) - length :]
 
 
 def _mask(samples: Samples, responses: Sequence[Sequence[int]]) -> Tensor:

@@ -49,7 +49,9 @@ def record(
     Raises:
         RecordError: `folder` holds a recording of this rank already; two recordings would be read as one.
     """
-    recorder = Recorder(Path(folder), select or (lambda x: x))
+    recorder, wrappers, inner = Recorder(Path(folder), select or (lambda x: x)), [], model
+    while [*inner._modules] == ["module"]:  # Megatron's DDP and Float16Module take arguments without names
+        wrappers, inner = [*wrappers, inner], inner.get_submodule("module")
     with ExitStack() as hooks:
         for name, module in model.named_modules():
             if type(module).__name__ in PLACEHOLDERS:
@@ -58,8 +60,9 @@ def record(
                 # Megatron's layer_number counts from 1 over all pipeline stages.
                 layer = getattr(module, "layer_number", int(match[1]) + 1) - 1
                 hooks.callback(module.register_forward_pre_hook(recorder.entering(layer)).remove)
-            inputs = recorder.inputs_of(name) if name else recorder.inputs_of_model(model)
-            hooks.callback(module.register_forward_pre_hook(inputs, with_kwargs=True).remove)
+            inputs = recorder.inputs_of_model(inner) if module is inner else recorder.inputs_of(name)
+            if module not in wrappers:
+                hooks.callback(module.register_forward_pre_hook(inputs, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(recorder.output_of(name)).remove)
             if match:
                 hooks.callback(module.register_forward_hook(recorder.entering(None), always_call=True).remove)
@@ -93,17 +96,10 @@ class Recorder:
         record.save(self._next(LOG_PROBS, ".safetensors")[0])
 
     def entering(self, layer: int | None):
-        def hook(*_: Any) -> None:
-            self.layer = layer
-
-        return hook
+        return lambda *_: setattr(self, "layer", layer)
 
     def inputs_of(self, module_name: str):
-        def hook(_: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-            for key, value in _tensors({**dict(enumerate(args)), **kwargs}):
-                self.write(f"{NON_INTRUSIVE}{module_name}.inputs.{key}", value)
-
-        return hook
+        return lambda _, args, kwargs: self._write_all(module_name, "inputs", {**dict(enumerate(args)), **kwargs})
 
     def inputs_of_model(self, model: nn.Module):
         """Record the model's own inputs under the names of its arguments (`input_ids`), as in SGLang's dumps."""
@@ -116,12 +112,11 @@ class Recorder:
         return hook
 
     def output_of(self, module_name: str):
-        def hook(_: nn.Module, __: tuple, output: Any) -> None:
-            for key, value in _tensors(output):
-                parts = (part for part in (module_name, "output", key) if part)
-                self.write(NON_INTRUSIVE + ".".join(parts), value)
+        return lambda _, __, output: self._write_all(module_name, "output", output)
 
-        return hook
+    def _write_all(self, module_name: str, side: str, value: Any) -> None:
+        for key, tensor in _tensors(value):
+            self.write(NON_INTRUSIVE + ".".join(filter(None, (module_name, side, key))), tensor)
 
     def _next(self, name: str, suffix: str) -> tuple[Path, dict[str, Any]]:
         self.dump_index += 1

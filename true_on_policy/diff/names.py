@@ -85,25 +85,17 @@ class Heads:
 Part = Callable[[Shaped[Tensor, "*S width"], Heads | None], Shaped[Tensor, "*S part"]]
 
 
-def _qkv(part: int) -> Part:
-    """Take a part of a fused projection that holds all queries, then all keys, then all values."""
+def _qkv(part: int, grouped: bool = False) -> Part:
+    """Take a part of a fused projection: all queries, then all keys, then all values.
+
+    If `grouped`, the projection holds for each key-value head its queries, its key and its value.
+    """
 
     def split(x: Tensor, heads: Heads | None) -> Tensor:
         held = _checked(x, heads)
-        sizes = [held.query * held.size, held.key_value * held.size, held.key_value * held.size]
-        return x.split(sizes, dim=-1)[part]
-
-    return split
-
-
-def _grouped_qkv(part: int) -> Part:
-    """Take a part of a fused projection that holds, for each key-value head, its queries, its key and its value."""
-
-    def split(x: Tensor, heads: Heads | None) -> Tensor:
-        held = _checked(x, heads)
-        groups = x.unflatten(-1, (held.key_value, -1))
-        sizes = [held.query // held.key_value * held.size, held.size, held.size]
-        return groups.split(sizes, dim=-1)[part].flatten(-2)
+        groups = held.key_value if grouped else 1
+        sizes = [count // groups * held.size for count in (held.query, held.key_value, held.key_value)]
+        return x.unflatten(-1, (groups, -1)).split(sizes, dim=-1)[part].flatten(-2)
 
     return split
 
@@ -125,7 +117,7 @@ def _checked(x: Tensor, heads: Heads | None) -> Heads:
 
 PARTS: Mapping[str, Part] = {
     "q": _qkv(0), "k": _qkv(1), "v": _qkv(2),
-    "grouped q": _grouped_qkv(0), "grouped k": _grouped_qkv(1), "grouped v": _grouped_qkv(2),
+    "grouped q": _qkv(0, True), "grouped k": _qkv(1, True), "grouped v": _qkv(2, True),
     "gate": _half(0), "up": _half(1),
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,9 @@ def read_recording(path: Path | str) -> Recording:
     files = sorted(_files(path), key=natural)
     items = [item for file in files for item in _items(file, alone=file == path)]
     items.sort(key=lambda item: item[0])
+    if twice := [entry.key for (place, entry), (other, _) in pairwise(items) if place == other and not place[0]]:
+        why = "has step, rank and dump_index of another dump: two recordings lie here; record into an empty folder"
+        raise RecordError(f"{path}: {twice[0]} {why}")
     return Recording(path, numbered(entry for _, entry in items))
 
 
@@ -241,7 +245,9 @@ def _dumped(file: Path, tags: Mapping[str, str]) -> _Item:
         rank=rank,
         recompute=tags.get("recompute_status") == "recompute",
     )
-    return (0, index, rank), Entry(key, partial(read, file, partial(_dumped_alone, READERS[file.suffix], file)))
+    return (0, index, rank, natural(tags.get("step"))), Entry(
+        key, partial(read, file, partial(_dumped_alone, READERS[file.suffix], file))
+    )
 
 
 def _dumped_pt(file: Path) -> Value:

@@ -15,11 +15,10 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from mis_plugins.errors import shown
-from mis_plugins.shared.absent import HIGHEST, LOWEST
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.terminal import progress
 from true_on_policy.bitwise import Mismatch, coordinate, first_mismatch
-from true_on_policy.diff.log_prob_record import LogProbRecord
+from true_on_policy.diff.log_prob_record import LogProbRecord, absent
 from true_on_policy.diff.names import PARTS, Correspondence, Heads, Renaming, is_handed, regrouped
 from true_on_policy.diff.records import Entry, Key, Recording, Value, numbered
 
@@ -137,16 +136,17 @@ def compare_log_probs(key: Key, a: LogProbRecord, b: LogProbRecord) -> Row:
     for name in ("tokens", "cu_seqlens", "versions"):
         if mismatch := first_mismatch(a.tensors[name], b.tensors[name]):
             return Row(key, "not comparable", detail=f"not the same {name}: {mismatch}")
+    if a.prompts and b.prompts and a.prompts != b.prompts:
+        return Row(key, "not comparable", detail="not the same prompts")
     if not len(a.tokens):
         return Row(key, "not comparable", detail="no token is recorded")
-    absent = [~((side.log_probs > LOWEST) & (side.log_probs <= HIGHEST)) for side in (a, b)]
-    missing = absent[0] | absent[1]
+    marks = [absent(side.log_probs) for side in (a, b)]
+    missing = marks[0] | marks[1]
     left, right = (side.log_probs.masked_fill(missing, 0) for side in (a, b))
     mismatch = first_mismatch(left, right, a.cu_seqlens)
     if mismatch is None and missing.any():
         where = coordinate(int(missing.int().argmax()), missing.shape, a.cu_seqlens)
-        lacking = [int(marks.sum()) for marks in absent]
-        without = f"A {lacking[0]}, B {lacking[1]} of {len(a.tokens)} tokens"
+        without = f"A {marks[0].sum()}, B {marks[1].sum()} of {len(a.tokens)} tokens"
         return Row(key, "not comparable", detail=f"without a log-prob: {without}; first at {list(where)}")
     return verdict(key, mismatch)
 

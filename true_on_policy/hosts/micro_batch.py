@@ -23,7 +23,7 @@ from mis_plugins.packing.layout import Layout
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.shared.arrays import save_safetensors
 from true_on_policy.bitwise import INTEGERS
-from true_on_policy.diff.log_prob_record import LogProbRecord, provenance
+from true_on_policy.diff.log_prob_record import LogProbRecord, absent, provenance
 from true_on_policy.errors import ContractError
 
 LENGTHS = ("total_lengths", "response_lengths", "max_seq_lens")
@@ -83,8 +83,8 @@ class MicroBatch:
                 "common. Miles casts both to one dtype with --true-on-policy-mode and --bf16 or --fp16"
             )
         integers = INTEGERS[engine.element_size()]
-        # By bits, -0.0 differs from 0.0; by values, NaN differs from itself.
-        differs = ((engine.view(integers) != trainer.view(integers)) | (engine != trainer)) & valid
+        # By bits, -0.0 differs from 0.0; what stands in for a log-prob differs from itself.
+        differs = ((engine.view(integers) != trainer.view(integers)) | absent(engine)) & valid
         flags = torch.stack([valid.sum(), differs.sum()])
         copied = to_host(flags)
         tokens = [batch["unconcat_tokens"][i] for i in present]

@@ -31,6 +31,7 @@ from mis_plugins.packing.ragged import to_device
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.opened import optional
 from true_on_policy.bitwise import Mismatch, first_mismatch
+from true_on_policy.diff.log_prob_record import absent
 from true_on_policy.errors import DifferenceError
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.hosts.micro_batch import MicroBatch, write_sample
@@ -82,7 +83,7 @@ class Difference:
     @classmethod
     def of(cls, number: int, batch: MicroBatch) -> Difference:
         engine, trainer, valid = batch.on_host()
-        mismatch = first_mismatch(engine[valid], trainer[valid], nan_is_equal=False)
+        mismatch = first_mismatch(engine[valid], trainer[valid], missing=absent(engine[valid]))
         assert mismatch is not None, "the device saw a difference that the host does not"
         index = valid.nonzero().flatten()[mismatch.coordinate[0]]
         return cls(number, batch, mismatch, *batch.locate(int(index)))

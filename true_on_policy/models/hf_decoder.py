@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +21,7 @@ from true_on_policy.errors import ModelError
 from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.models.tiny import family_of, model_class, read_config, read_weights
 
+HEAD = "lm_head.weight"
 Tokens = Int64[Tensor, "B T"]
 
 
@@ -97,27 +100,50 @@ class TreeLinear(torch.nn.Linear):
         return self.tree.product(input, self.weight)
 
 
+def check_weights(checkpoint: Path) -> None:
+    """Check that a checkpoint holds the weights of the model that its config.json states; raises ModelError if not."""
+    kind = model_class(family_of(read_config(checkpoint)))
+    with torch.device("meta"):
+        model = kind(kind.config_class.from_pretrained(checkpoint))
+    fitting(model, checkpoint)
+
+
 def take(model: Any, checkpoint: Path) -> None:
-    """Load a checkpoint's weights into the whole model; a ModelError names the weights that the checkpoint lacks."""
-    weights = stacked(read_weights(checkpoint), getattr(model.config, "num_experts", 0))
-    missing = {*model.load_state_dict(weights, strict=False).missing_keys}
+    """Load all weights of a checkpoint, which `fitting` checks."""
+    model.load_state_dict(fitting(model, checkpoint), strict=False)
+
+
+def fitting(model: Any, checkpoint: Path) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint as Hugging Face's model holds them, without a tied head.
+
+    Raises:
+        ModelError: the model has other weights by name and shape, or its tied head is not the embedding.
+    """
+    try:
+        weights, held = stacked(read_weights(checkpoint)), model.state_dict()
+    except KeyError as lacking:
+        raise ModelError(f"{checkpoint}: holds no {lacking.args[0]}") from None
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
-        missing.discard("lm_head.weight")  # a tied head has no weights of its own
-    if missing:
-        raise ModelError(f"{checkpoint}: holds no {', '.join(sorted(missing))}")
+        del held[HEAD]
+        embedding = weights.get(next(name for name in held if name.endswith("embed_tokens.weight")))
+        if embedding is not None and not torch.equal(weights.pop(HEAD, embedding), embedding):
+            raise ModelError(f"{checkpoint}: holds a {HEAD} other than the embedding, to which its config.json ties it")
+    theirs, ours = ({f"{name} {list(x.shape)}" for name, x in of.items()} for of in (weights, held))
+    if faults := [f"no {name}" for name in sorted(ours - theirs)] or sorted(theirs - ours):
+        raise ModelError(f"{checkpoint}: holds {', '.join(faults)}, other than its config.json says")
+    return weights
 
 
-def stacked(weights: Mapping[str, Tensor], experts: int) -> dict[str, Tensor]:
-    """Stack the weights of a checkpoint's single experts as Hugging Face's model holds them."""
-    others = {name: weight for name, weight in weights.items() if ".mlp.experts." not in name}
-    layers = {name.partition(".mlp.experts.")[0] for name in weights.keys() - others.keys()}
-    for layer in layers:
+def stacked(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stack the weights of single experts as Hugging Face's model holds them, and leave rope's frequencies out."""
+    others = {name: weight for name, weight in weights.items() if not re.search(r"\.mlp\.experts\.|\.inv_freq$", name)}
+    counts = Counter(name.partition(".mlp.experts.")[0] for name in weights if re.search(r"\.experts\..*\.down_", name))
+    for layer, experts in counts.items():
         each = [f"{layer}.mlp.experts.{index}" for index in range(experts)]
         pairs = [torch.cat([weights[f"{expert}.{part}_proj.weight"] for part in ("gate", "up")]) for expert in each]
         others[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(pairs)
-        others[f"{layer}.mlp.experts.down_proj"] = torch.stack(
-            [weights[f"{expert}.down_proj.weight"] for expert in each]
-        )
+        downs = [weights[f"{expert}.down_proj.weight"] for expert in each]
+        others[f"{layer}.mlp.experts.down_proj"] = torch.stack(downs)
     return others
 
 

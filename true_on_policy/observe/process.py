@@ -150,12 +150,6 @@ def _apex() -> str:
     return "NVIDIA's" if nvidia else "the index's apex, a web toolkit"
 
 
-def _local_norm() -> str:
-    """Name the norm of Megatron's local spec: NVIDIA Apex's where Megatron could import Apex."""
-    specs = sys.modules.get("megatron.core.models.gpt.gpt_layer_specs")
-    return getattr(getattr(specs, "LNImpl", None), "__name__", "not imported")
-
-
 def _parallel() -> dict[str, str]:
     """Count the ranks of Megatron's groups; no rows where this process has no groups."""
     state = sys.modules.get("megatron.core.parallel_state")
@@ -239,7 +233,6 @@ LOOKS: dict[str, Look] = {
     "NCCL": _nccl,
     **{row: lambda name=name: installed(name) or ABSENT for row, name in VERSIONS.items()},
     "Apex": _apex,
-    "norm of the local spec": _local_norm,
     **{row: partial(chosen, *place) for row, place in CHOSEN.items()},
     "TF32": lambda: "off" if next(precision.probe(device()), None) is None else "on",
     COMPILES: _compiles,

@@ -25,7 +25,7 @@ from mis_plugins.shared.provenance import cpu_name
 from true_on_policy.bitwise import coordinate, first_mismatch
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.rounding import NormOrder
-from true_on_policy.diff.log_prob_record import digest, provenance
+from true_on_policy.diff.log_prob_record import absent, digest, provenance
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels.native import NAME
 
@@ -113,23 +113,22 @@ def conclusion(evidence: Evidence, name: str = "hence engine decode == trainer, 
 
 
 def link(name: str, left: Sequence[Float[Tensor, "_"]], right: Sequence[Float[Tensor, "_"]]) -> Link:
-    """Compare the log-probs of two computations; another dtype, other lengths or a NaN leave none of them equal."""
+    """Compare the log-probs of two computations; none is equal where a dtype or a length differs, or one is absent."""
     a, b = torch.cat(list(left)), torch.cat(list(right))
     mismatch, total = first_mismatch(a, b, boundaries(left)), max(len(a), len(b))
     if mismatch and mismatch.kind != "bytes":
         return Link(name, 0, total, str(mismatch), None)
     if not torch.equal(boundaries(left), boundaries(right)):
         return Link(name, 0, total, "sequences of other lengths", None)
-    if (missing := a.isnan() | b.isnan()).any():
+    if (missing := absent(a) | absent(b)).any():
         where = coordinate(int(missing.int().argmax()), missing.shape, boundaries(left))
-        return Link(name, 0, total, f"NaN at {list(where)}", None)
-    apart = torch.where(a == b, 0, (a - b).abs())
+        return Link(name, 0, total, f"no log-prob at {list(where)}", None)
     return Link(
         name=name,
         equal=len(a) - (mismatch.count if mismatch else 0),
         total=len(a),
         first=str(mismatch) if mismatch else None,
-        furthest=apart.max().item() if total else None,
+        furthest=(a - b).abs().max().item() if total else None,
     )
 
 
@@ -175,14 +174,15 @@ class Certificate:
     def verdict(self) -> Verdict:
         """The verdict of the links, the control and the situations together.
 
-        `different`: a link is broken. `vacuous`: the stock kernels agree too. `incomplete`: a situation was not met,
-        or the log-probs of the control cannot be compared.
+        `different`: a link tells of other numbers. `vacuous`: the stock kernels agree too. `incomplete`: a situation
+        was not met, or the log-probs of a link or of the control cannot be compared.
         """
-        if not all(link.holds for link in self.links):
+        if any(link.comparable and not link.holds for link in self.links):
             return "different"
         if self.control.holds:
             return "vacuous"
-        return "incomplete" if self.not_met or not self.control.comparable else "equal"
+        compared = all(link.comparable for link in (*self.links, self.control))
+        return "equal" if compared and not self.not_met else "incomplete"
 
     def write(self, path: Path) -> None:
         """Write the certificate as JSON, whole or not at all."""

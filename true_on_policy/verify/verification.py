@@ -98,11 +98,13 @@ class Setup:
 
     @classmethod
     def of(cls, plan: argparse.Namespace, folder: Path) -> Setup:
+        from true_on_policy.models.hf_decoder import check_weights
         from true_on_policy.models.pretrained import checkpoint_of
         from true_on_policy.models.tiny import check_shares, read_config
 
         source = checkpoint_of(plan.model, folder, DTYPES[plan.dtype], plan.seed, tell)
         config = read_config(source)
+        check_weights(source)
         prompts = read_prompts(plan.prompts, source) if plan.prompts else None
         contract = Contract(
             *(plan.dtype, plan.norm_order, plan.trainer_tensor_parallel),

@@ -153,21 +153,17 @@ def _parts(answer: Any) -> list[Part]:
     """Read the digests of every rank."""
     by_rank = _by_rank(answer)
     parts = [
-        Part(rank, len(by_rank), {_name(name): Digest.read(text) for name, text in by_rank[rank].items()})
+        Part(rank, len(by_rank), {name: Digest.read(text) for name, text in by_rank[rank].items()})
         for rank in range(len(by_rank))
     ]
+    if (longest := max((len(name) for part in parts for name in part.digests), default=0)) > LONGEST:
+        raise EngineError(f"a tensor's name of {longest} letters")
     for part in parts:
         if odd := sorted(part.digests.keys() ^ parts[0].digests.keys()):
             raise EngineError(f"ranks 0 and {part.rank} tell other tensors, the first {odd[0]}")
     if not parts[0].digests:
         raise EngineError("no tensor is told")
     return parts
-
-
-def _name(name: str) -> str:
-    if len(name) > LONGEST:
-        raise EngineError(f"a tensor's name of {len(name)} letters")
-    return name
 
 
 def _by_rank(answer: Any) -> dict[int, Mapping[str, str]]:
@@ -226,12 +222,8 @@ def _of(part: Part, first: Mapping[str, Digest], weights: Weights) -> Iterator[D
         if tuple(ours.shape) != digest.shape:
             why = f"shape {list(ours.shape)} against the engine's {list(digest.shape)}"
             yield Difference(name, rank, why)
-        elif Digest.of(_rounded(ours, digest)) != digest:
+        elif Digest.of(ours.to(getattr(torch, digest.dtype))) != digest:
             yield Difference(name, rank, "other values")
-
-
-def _rounded(tensor: Tensor, digest: Digest) -> Tensor:
-    return tensor.to(getattr(torch, digest.dtype))
 
 
 def _by_how_much(ask: Ask, first: Difference, parts: list[Part], weights: Weights) -> Difference:
@@ -240,7 +232,7 @@ def _by_how_much(ask: Ask, first: Difference, parts: list[Part], weights: Weight
     digest = part.digests.get(first.name)
     if digest is None or first.why != "other values":
         return first
-    ours = _rounded(weights.held(first.name, digest.shape, part.rank, part.ranks), digest)
+    ours = weights.held(first.name, digest.shape, part.rank, part.ranks).to(getattr(torch, digest.dtype))
     if ours.nbytes * part.ranks > LARGEST:
         return first
 

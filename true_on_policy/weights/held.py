@@ -17,6 +17,7 @@ from torch import Tensor
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 EXPERTS = {"w13_weight": GATE_UP, "w2_weight": ("down_proj",)}
 MOST_PADDING = 4096  # rows
+COMPUTED = "rotary_emb.inv_freq"  # rope's frequencies, which old checkpoints hold and an engine computes
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 VOCABULARY = (HEAD, EMBEDDING)
 # Parts of the names of a vision-language model's weights: Hugging Face's, each with SGLang's.
@@ -54,7 +55,7 @@ class Weights:
 
     @property
     def unused(self) -> list[str]:
-        return [name for name in self.named if name not in self.used]
+        return [name for name in self.named if name not in self.used and not name.endswith(COMPUTED)]
 
     def held(self, name: str, shape: Sequence[int], rank: int, ranks: int) -> Tensor:
         """Build the tensor that a tensor-parallel rank of SGLang holds under `name`.

@@ -67,11 +67,15 @@ def weights_told(
 
 
 def _check_cuts() -> None:
-    """Refuse to tell weights of which some are cut over fewer ranks than others; SGLang's answer does not tell."""
+    """Refuse to tell weights that are cut over fewer ranks or stand in another order than SGLang's answer says."""
     if context := sys.modules.get("sglang.srt.runtime_context"):  # 0.5.23
         for axis in ("attn_cp_size", "moe_dp_size"):
             if (size := getattr(context.get_parallel(), axis)) != 1:
                 raise NotSeenError(f"the engine runs with {axis} {size}: served is tensor parallelism alone")
+    experts = sys.modules.get("sglang.srt.eplb.expert_location")
+    placed = experts and experts.get_global_expert_location_metadata()
+    if placed and any(row != [*range(len(row))] for row in placed.physical_to_logical_map.tolist()):
+        raise NotSeenError("the engine copies or moves its experts (EPLB): served are experts in the model's order")
 
 
 def allow() -> None:
