@@ -409,6 +409,8 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
         # what the parser of bash cuts in two, or leaves in a word, is not taken for known
         *((f"A=1\n{line}\npython train.py ${{A}}", [HOLE]) for line in (
             "A=$x'q'\\\n.c", "A+=\"q\"\\$B", "A=${B}\\n$#", "A=`nproc`$((1 + 1))\\$B", "A=${B:-`nproc`}",
+            'A="$((\n1+$B-1))"', 'A="$(((1+(2+1))+$B-1))"', "A=${A: -$B}", "A=$(cat <<E\n`nproc`\nE\n)",
+            "export A={b,$B,c}", "f() { local A={b,c}; B=$A; }\nf\nA=$B",
         )),
         ("f() { python train.py --a $1; }\nA=1\nf ${A}`echo v`$((1+2))\\$A", ["--a", f"{HOLE}$A"]),
         ("for A in 'b'$'c'\\$d; do python train.py $A; done", ["bc$d"]),
