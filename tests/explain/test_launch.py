@@ -312,7 +312,8 @@ TOLD = [
         ("(python3 train.py --colocate)", '"${CMD[@]}"'), ("(python3 train.py --colocate)", '"${CMD[@]}" > log &'),
     )),
     *((MIS, f'import os, pathlib, shutil, subprocess\n{line}\n'
-       'os.system("python train.py --custom-config-path mis.yaml")', (), 2, "config: mis.yaml: the script writes it, with parts that are not known") for line in (
+       'os.system("python train.py --custom-config-path mis.yaml")', (), 2,
+       "config: mis.yaml: the script writes it, with parts that are not known") for line in (
         'shutil.copy("a.yaml", "mis.yaml")', 'os.system("sed -i s/2/5/ mis.yaml")',
         'subprocess.run(["cp", "a.yaml", "mis.yaml"])', 'shutil.move("a.yaml", dst="mis.yaml")',
         'pathlib.Path("a.yaml").rename("mis.yaml")', 'os.system("cd . && /bin/cp a.yaml mis.yaml")',
