@@ -84,7 +84,9 @@ def answer_of(url: str, path: str, body: Mapping[str, Any] | None, seconds: floa
     where = f"{url.rstrip('/')}{path}"
     with reading(where, "an engine"):
         address = address_of(url)
-    key = os.environ.get(KEY) or None  # of an engine that somebody else started with `--api-key`
+    key = os.environ.get(KEY, "").strip()  # of an engine that somebody else started with `--api-key`
+    if not key.isascii() or not key.isprintable():
+        raise EngineError(f"{KEY}: the key of an engine holds printable ASCII letters alone")
     answer = exchanged(where, address, path, body, seconds, limit, key)
     with reading(where, "an engine"):
         return parsed(answer, limit)
@@ -97,7 +99,7 @@ def exchanged(
     body: Mapping[str, Any] | None,
     seconds: float,
     limit: int = LIMIT,
-    key: str | None = None,
+    key: str = "",
 ) -> bytes:
     """Send one request and return the body of its answer.
 
@@ -112,7 +114,7 @@ def exchanged(
     headers = {"Content-Type": "application/json", "Connection": "close"}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     sent = None if body is None else json.dumps(body).encode()
-    wire = _Wire(SCHEMES[address.scheme](str(address.hostname), address.port, timeout=seconds))
+    wire = _Wire(SCHEMES[address.scheme](address.netloc, timeout=seconds))
 
     def exchange() -> bytes:
         wire.connect()
@@ -155,7 +157,7 @@ class _Wire:
 
 def _words(error: Exception, seconds: float) -> str:
     """Say in words, behind the name of the server, why no answer came."""
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError) and error.errno is None:  # Linux gives up on a connection by ETIMEDOUT
         return f" did not answer within {seconds:g} s"
     if isinstance(error, client.IncompleteRead):
         return ": the answer breaks off"
