@@ -180,4 +180,6 @@ def _scored(sequence: Sequence[int], answer: Any) -> Answer:
         for scored, token in zip((first, *later), sequence, strict=True)
     ):
         raise EngineError("log-probs of other tokens than were asked for")
+    if len({*log_probs.tolist()}) == 1:
+        raise EngineError(f"{log_probs[0]:g} is the log-prob of every token, which no model gives")
     return tuple(sequence[1:]), log_probs
