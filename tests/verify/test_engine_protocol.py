@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hostile import answering, ok
 from launch import alive
 
 from true_on_policy.bitwise import equal_bits
@@ -34,16 +35,18 @@ from true_on_policy.errors import PinError
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models.tiny import checkpoint, updated
 
-# Answers /health at once, /echo with what was posted, /slow never; leaves a child of its own running.
+# Answers any GET with its key at once, /echo with what was posted, /slow never; leaves a child of its own running.
 SERVES = """
-import http.server, subprocess, sys, tempfile, time
+import http.server, os, subprocess, sys, tempfile, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 left = tempfile.mkstemp()[1]
 print("child", child.pid, left, flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, body=b"{}"):
         self.send_response(200); self.end_headers(); self.wfile.write(body)
-    def do_GET(self): self.answer()
+    def do_GET(self):
+        wanted = "Bearer " + os.environ["TRUE_ON_POLICY_ENGINE_KEY"]
+        self.answer() if self.headers["Authorization"] == wanted else self.send_error(401)
     def do_POST(self):
         if self.path == "/slow": time.sleep(600)
         if self.path == "/refuse": return self.send_error(400, "no such model")
@@ -148,12 +151,16 @@ def test_a_free_port_is_none_that_an_outgoing_connection_may_get():
 
 @pytest.mark.parametrize(("taken", "served"), [(2, True), (3, False)])
 def test_a_port_that_another_process_took_is_replaced(taken: int, served: bool, monkeypatch: pytest.MonkeyPatch):
-    """The server's own bind fails twice, and its third port is free; a third failure is an error."""
+    """The server's own bind fails twice, and its third port is free; a third failure is an error.
+
+    The first port is a stranger's, which answers every request.
+    """
     with ExitStack() as stack:
-        holders = [stack.enter_context(socket.socket()) for _ in range(taken)]
+        stranger = stack.enter_context(answering(ok(b"{}")))
+        holders = [stack.enter_context(socket.socket()) for _ in range(taken - 1)]
         for holder in holders:
             holder.bind(("127.0.0.1", 0))
-        ports = [holder.getsockname()[1] for holder in holders] + [free_port()]
+        ports = [int(stranger.rpartition(":")[2]), *(holder.getsockname()[1] for holder in holders), free_port()]
         monkeypatch.setattr("true_on_policy.engines.server.free_port", iter(ports).__next__)
         command = [sys.executable, "-c", SERVES.replace("sys.argv[1]", "sys.argv[2]")]
         if served:

@@ -116,7 +116,7 @@ def started(
     port = free_port()
     server = Server(name, [*command, "--port", str(port)], environment, port, private)
     try:
-        server.wait_until_ready("/health", START_SECONDS)
+        server.wait_until_ready("/v1/models", START_SECONDS)  # SGLang's /health asks for no key
         return server
     except BaseException as error:
         is_taken = isinstance(error, EngineError) and TAKEN in server.output().lower()
@@ -155,17 +155,26 @@ class Server:
         atexit.register(self.close)
 
     def wait_until_ready(self, path: str, seconds: float) -> None:
-        """Return once GET `path` answers 200; raises EngineError where the process ends, or `seconds` are over."""
+        """Return once GET `path` asks for the key of this run, which a stranger on the port does not know.
+
+        Raises:
+            EngineError: the process ends, or `seconds` are over.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise self._error(f"ended with exit code {self._process.returncode} while starting")
-            try:
-                self._exchanged(path, min(seconds, PROBE_SECONDS))
+            if self._answers(path, self.key) and not self._answers(path, ""):
                 return
-            except EngineError:
-                time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         raise self._error(f"not ready within {seconds:g} s")
+
+    def _answers(self, path: str, key: str) -> bool:
+        """Whether GET `path` succeeds with a key."""
+        with suppress(EngineError):
+            exchanged(path, address_of(self.url), path, None, PROBE_SECONDS, key=key)
+            return True
+        return False
 
     def check_pinned(self) -> None:
         """Check that our plugin has pinned the kernels of this engine; an engine without the plugin is ended.
