@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from launch import alive
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.engines.handover import ASKED, CONTRACT, FOLDER, FORKS, KEY, ORDER
+from true_on_policy.engines.handover import ASKED, CONTRACT, FOLDER, FORKS, KEY, ORDER, handed_over
 from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.engines.protocol import EngineError, Request, Sample, log_probs
 from true_on_policy.engines.server import Server, _telling, free_port, inherited, interpreter, started
@@ -82,6 +84,8 @@ def test_a_server_answers_and_its_whole_group_ends_with_it(server: Server):
     with socket.socket() as prober:
         assert prober.connect_ex(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) != 0
     server.close()  # a second time does nothing
+    with pytest.raises(EngineError, match="^fake: /echo: .*refused"):
+        server.post("/echo", {}, SOON)
 
 
 @pytest.mark.parametrize(
@@ -333,16 +337,23 @@ def test_the_users_own_contract_does_not_pin_the_control(monkeypatch: pytest.Mon
     assert not {CONTRACT, ORDER} & inherited().keys()
 
 
-def test_an_engine_whose_plugin_fails_is_ended_too(monkeypatch: pytest.MonkeyPatch):
-    """SGLang hides what a plugin raises, and would run on without the contract."""
+@pytest.mark.parametrize(
+    ("choices", "error"),
+    [(None, ImportError), (SimpleNamespace(choices=MagicMock()), TypeError)],
+    ids=["another release", "an order that is none"],
+)
+def test_an_engine_whose_plugin_fails_is_ended_too(
+    choices: Any, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+):
+    """SGLang hides what a plugin raises, and would run on without the contract, or with a part of it."""
     hooks: list[Any] = []
     monkeypatch.setattr(plugin, "_register", lambda target, hook, kind: hooks.append(hook))
-    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups", cast(Any, None))  # another release lacks it
-    for name in (CONTRACT, FOLDER):
-        monkeypatch.setenv(name, "{}")
-    with pytest.raises(ImportError):
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups", choices)
+    for name, value in (handed_over(Contract(dtype="bf16"), None) | {ORDER: "{}", FOLDER: "x"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error):
         plugin.activate()
-    assert hooks == [plugin._taken_up]
+    assert hooks[0] == plugin._taken_up and plugin._pin not in hooks
 
 
 def test_an_engine_that_did_not_take_the_contract_up_is_ended():

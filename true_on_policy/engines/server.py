@@ -208,8 +208,9 @@ class Server:
         return exchanged(path, address_of(self.url), path, body, seconds, LARGEST, self.key)
 
     def output(self) -> str:
-        """Return everything that the process has printed, but for the key."""
-        return Path(self._log.name).read_text(errors="replace").replace(self.key, "KEY")
+        """Return everything that the process has printed, but for the key; nothing is left of it behind `close`."""
+        log = Path(self._log.name)
+        return log.read_text(errors="replace").replace(self.key, "KEY") if log.exists() else ""
 
     def _error(self, what: str) -> EngineError:
         return EngineError(f"{self.name}: {what}; from what it printed:\n{_telling(self.output())}")
