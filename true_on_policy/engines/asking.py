@@ -45,22 +45,18 @@ def address_of(url: str) -> SplitResult:
     Raises:
         EngineError: the URL is not that of an HTTP server.
     """
-    if not url.isascii() or not url.isprintable() or " " in url:
-        _refuse(url, "a URL holds no such letters")
     try:
+        if not url.isascii() or not url.isprintable() or " " in url:
+            raise ValueError("a URL holds no such letters")
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port  # a port that is no number raises here
+        if parts.scheme not in SCHEMES or not host:
+            raise ValueError("http or https, and a host")
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            raise ValueError("no user, no query and no fragment")
     except ValueError as error:
-        _refuse(url, str(error))
-    if parts.scheme not in SCHEMES or not host:
-        _refuse(url, "http or https, and a host")
-    if "@" in parts.netloc or parts.query or parts.fragment:
-        _refuse(url, "no user, no query and no fragment")
+        raise EngineError(f"got {url!r}; give http://HOST:PORT ({error})") from error
     return parts
-
-
-def _refuse(url: str, why: str) -> NoReturn:
-    raise EngineError(f"got {url!r}; give http://HOST:PORT ({why})")
 
 
 HELP = f"a running engine, for example http://127.0.0.1:30000; its --api-key comes from ${KEY}"
@@ -82,12 +78,10 @@ def answer_of(url: str, path: str, body: Mapping[str, Any] | None, seconds: floa
         EngineError: no JSON comes back within `seconds` and `limit` bytes, or the engine refuses the request.
     """
     where = f"{url.rstrip('/')}{path}"
-    with reading(where, "an engine"):
-        address = address_of(url)
     key = os.environ.get(KEY, "").strip()  # of an engine that somebody else started with `--api-key`
     if not key.isascii() or not key.isprintable():
         raise EngineError(f"{KEY}: the key of an engine holds printable ASCII letters alone")
-    answer = exchanged(where, address, path, body, seconds, limit, key)
+    answer = exchanged(where, address_of(url), path, body, seconds, limit, key)
     with reading(where, "an engine"):
         return parsed(answer, limit)
 

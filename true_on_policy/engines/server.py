@@ -69,9 +69,8 @@ LOWEST_PORT = 20_000
 PORTS_LOOKED_AT = 100
 STARTS = 3
 TAKEN = "address already in use"
-Private = Callable[[Path, str], tuple[Sequence[str], Mapping[str, str]]]
-"""Gives the arguments and variables that an engine takes from the folder and the key of its run."""
-NOTHING: Private = lambda folder, key: ((), {})  # noqa: E731
+Private = Callable[[Path, str], tuple[Sequence[str], Mapping[str, str]]] | None
+"""Gives the arguments and variables that an engine takes from the folder and the key of its run; None: none."""
 
 
 def free_port() -> int:
@@ -101,7 +100,7 @@ def patience(requests: Sequence[Request]) -> float:
 
 
 def started(
-    name: str, command: Sequence[str], environment: Mapping[str, str], starts: int = STARTS, private: Private = NOTHING
+    name: str, command: Sequence[str], environment: Mapping[str, str], starts: int = STARTS, private: Private = None
 ) -> Server:
     """Start an engine's server on a free port and wait until it is healthy.
 
@@ -134,7 +133,7 @@ class Server:
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int, private: Private = NOTHING
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int, private: Private = None
     ):
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
@@ -142,7 +141,7 @@ class Server:
         # A killed engine leaves its sockets in TMPDIR; a folder of our own is removed with them.
         self._scratch = tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True)
         self._log = Path(self._scratch.name, "log").open("wb")
-        arguments, variables = private(Path(self._scratch.name), self.key)
+        arguments, variables = private(Path(self._scratch.name), self.key) if private else ((), {})
         self._process = subprocess.Popen(
             [*command, *arguments],
             env={**environment, "TMPDIR": self._scratch.name, KEY: self.key, **variables},
@@ -200,12 +199,9 @@ class Server:
 
     def _ask(self, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> bytes:
         try:
-            return self._exchanged(path, seconds, body)
+            return exchanged(path, address_of(self.url), path, body, seconds, LARGEST, self.key)
         except EngineError as error:
             raise self._error(str(error)) from error
-
-    def _exchanged(self, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> bytes:
-        return exchanged(path, address_of(self.url), path, body, seconds, LARGEST, self.key)
 
     def output(self) -> str:
         """Return everything that the process has printed, but for the key; nothing is left of it behind `close`."""
