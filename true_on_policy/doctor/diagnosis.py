@@ -44,8 +44,7 @@ def checks(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
     cases = (contract.backend, f"trainer {contract.trainer_gemm}", f"engine {contract.engine_gemm}")
     cases += ("prefilled" if scored else "decoded",)
     words = _words(contract)
-    of_settings = (setting.check(cases, words) for setting in SETTINGS)
-    return (*(check for check in of_settings if check), *_variables(contract))
+    return (*filter(None, (setting.check(cases, words) for setting in SETTINGS)), *_variables(contract))
 
 
 def _words(contract: GpuContract) -> dict[str, str]:

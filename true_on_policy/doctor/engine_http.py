@@ -146,8 +146,7 @@ def _generate(url: str, prompts: Sequence[Sequence[int]], seed: int | None = Non
 def _score(url: str, sequences: Sequence[Sequence[int]]) -> Answer:
     """Score every token of the last sequence but its first, by prefill of all sequences without a cache."""
     sampling = {"max_new_tokens": 0, "temperature": 0}
-    *_, last = sequences
-    return _answered(url, sequences, sampling, lambda answers: _scored(last, answers[-1]), logprob_start_len=0)
+    return _answered(url, sequences, sampling, lambda got: _scored(sequences[-1], got[-1]), logprob_start_len=0)
 
 
 def _answered(

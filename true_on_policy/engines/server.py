@@ -154,11 +154,7 @@ class Server:
         atexit.register(self.close)
 
     def wait_until_ready(self, path: str, seconds: float) -> None:
-        """Return once GET `path` asks for the key of this run, which a stranger on the port does not know.
-
-        Raises:
-            EngineError: the process ends, or `seconds` are over.
-        """
+        """Return once GET `path` asks for this run's key; EngineError where the process ends or `seconds` are over."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
