@@ -53,9 +53,10 @@ def reason(error: BaseException) -> str:
 
 
 def natural(name: object) -> list[tuple[int, str]]:
-    """Sort key of a name by which rollout 9 stands before rollout 10; a number may have any number of digits."""
+    """Sort key of a name by which rollout 9 stands before rollout 10, and 09 before 9; no two names share one."""
     parts = enumerate(re.split(r"(\d+)", str(name)))
-    return [(len(digits := part.lstrip("0")), digits) if place % 2 else (-1, part) for place, part in parts]
+    key = [(len(digits := part.lstrip("0")), digits) if place % 2 else (-1, part) for place, part in parts]
+    return [*key, (-1, str(name))]
 
 
 def optional(module: str) -> ModuleType:

@@ -888,10 +888,10 @@ def test_the_recorder_names_and_orders(tmp_path: Path):
 
 
 def test_files_stand_by_their_numbers_whatever_zeros_lead_them(tmp_path: Path):
-    for number in ("10", "09", "8"):
-        torch.save(X, tmp_path / f"step{number}.pt")
-    names = [entry.key.name for entry in read_recording(tmp_path).entries]
-    assert names == ["step8", "step09", "step10"]
+    in_order = ["step00008", "step0008", "step008", "step08", "step8", "step09", "step10"]
+    for name in reversed(in_order):
+        torch.save(X, tmp_path / f"{name}.pt")
+    assert [entry.key.name for entry in read_recording(tmp_path).entries] == in_order
 
 
 # ------------------------------------------------------------------------------------------------- real models

@@ -1,5 +1,6 @@
 """The client that asks engines, against servers that answer slowly, without end, elsewhere or in another language."""
 
+import errno
 import gzip
 import json
 import resource
@@ -102,10 +103,33 @@ def test_the_users_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         wire.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
 
     with answering(script) as url, monkeypatch.context() as patch:
-        patch.setenv(KEY, "secret")
+        patch.setenv(KEY, "secret\r\n")  # as a file of variables ends its lines
         patch.setattr("http.client.HTTPConnection.putheader", lambda _, *header: asked.append(header))
         answer_of(url, "/x", None, LATE)
+        patch.setenv(KEY, "sec\nret")
+        with pytest.raises(EngineError, match=f"^{KEY}: the key .* printable ASCII letters alone$"):
+            answer_of(url, "/x", None, LATE)
     assert ("Authorization", "Bearer secret") in asked
+
+
+@pytest.mark.parametrize(
+    ("url", "place", "error", "words"),
+    [
+        ("http://[::1]", ("::1", 80), None, r"http://\[::1\]/x: refused"),
+        ("https://[::1]/a/", ("::1", 443), None, r"https://\[::1\]/a/x: refused"),
+        ("http://h", ("h", 80), OSError(errno.ETIMEDOUT, "Connection timed out"), r"http://h/x: \[Errno 110\] Conn"),
+    ],
+)
+def test_a_server_is_looked_for_where_its_url_says_and_a_time_is_told_that_passed(
+    url: str, place: tuple[str, int], error: OSError | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(address: tuple[str, int], *_: object) -> None:
+        assert address == place
+        raise error or OSError("refused")
+
+    monkeypatch.setattr("socket.create_connection", connect)
+    with pytest.raises(EngineError, match=words):
+        answer_of(url, "/x", None, LATE)
 
 
 def test_an_error_of_an_engine_steers_no_terminal(capsys: pytest.CaptureFixture, tmp_path) -> None:

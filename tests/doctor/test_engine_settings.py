@@ -186,6 +186,7 @@ LIES: dict[str, Change] = {
     "log-probs of NaN": each_log_prob(math.nan),
     "log-probs of infinity": each_log_prob(-math.inf),
     "log-probs above 0": each_log_prob(0.5),
+    "one log-prob for all": each_log_prob(-0.5),
     "log-probs in words": each_log_prob("-0.5"),
     "log-probs that are true": each_log_prob(True),
     "log-probs of many digits": each_log_prob(-(10**4000)),

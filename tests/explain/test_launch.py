@@ -311,10 +311,12 @@ TOLD = [
         ("'python3 train.py --colocate'", "$CMD"), ("'python3 train.py --colocate'", "$CMD > log 2>&1 &"),
         ("(python3 train.py --colocate)", '"${CMD[@]}"'), ("(python3 train.py --colocate)", '"${CMD[@]}" > log &'),
     )),
-    *((MIS, f'import os, shutil, subprocess\n{line}\nos.system("python train.py --custom-config-path mis.yaml")',
-       (), 2, "config: mis.yaml: the script writes it, with parts that are not known") for line in (
+    *((MIS, f'import os, pathlib, shutil, subprocess\n{line}\n'
+       'os.system("python train.py --custom-config-path mis.yaml")', (), 2,
+       "config: mis.yaml: the script writes it, with parts that are not known") for line in (
         'shutil.copy("a.yaml", "mis.yaml")', 'os.system("sed -i s/2/5/ mis.yaml")',
-        'subprocess.run(["cp", "a.yaml", "mis.yaml"])',
+        'subprocess.run(["cp", "a.yaml", "mis.yaml"])', 'shutil.move("a.yaml", dst="mis.yaml")',
+        'pathlib.Path("a.yaml").rename("mis.yaml")', 'os.system("cd . && /bin/cp a.yaml mis.yaml")',
     )),
     (MIS, 'run() { "$@"; }\nrun python3 train.py --lr 1\nrun ls', (), 1, "no diff: the flags come together"),
 ]  # fmt: skip
@@ -409,6 +411,8 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
         # what the parser of bash cuts in two, or leaves in a word, is not taken for known
         *((f"A=1\n{line}\npython train.py ${{A}}", [HOLE]) for line in (
             "A=$x'q'\\\n.c", "A+=\"q\"\\$B", "A=${B}\\n$#", "A=`nproc`$((1 + 1))\\$B", "A=${B:-`nproc`}",
+            'A="$((\n1+$B-1))"', 'A="$(((1+(2+1))+$B-1))"', "A=${A: -$B}", "A=$(cat <<E\n`nproc`\nE\n)",
+            "export A={b,$B,c}", "f() { local A={b,c}; B=$A; }\nf\nA=$B",
         )),
         ("f() { python train.py --a $1; }\nA=1\nf ${A}`echo v`$((1+2))\\$A", ["--a", f"{HOLE}$A"]),
         ("for A in 'b'$'c'\\$d; do python train.py $A; done", ["bc$d"]),

@@ -381,9 +381,10 @@ def test_a_yaml_is_read_from_the_folder_that_the_script_changes_to(tmp_path: Pat
 
 def test_trl_a_yaml_is_read_whatever_the_name_of_the_program(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("use_vllm: true\nvllm_importance_sampling_mode: token_truncate")
-    script = "python sft.py --config b.yaml\naccelerate launch --config_file c.yaml train.py --config{}a.yaml"
+    servers = "trl vllm-serve --config v.yaml &\nvllm serve --config v.yaml &\n"
+    script = f"{servers}python sft.py --config b.yaml\naccelerate launch --config_file c.yaml train.py --config"
     for sign in " =":
-        made = trl.translate(script.format(sign), ["beta=0"], asked=Asked(tmp_path / "run.sh"))
+        made = trl.translate(f"{script}{sign}a.yaml", ["beta=0"], asked=Asked(tmp_path / "run.sh"))
         assert made.mis["weight"]["level"] == "token" and f"read too: {tmp_path / 'a.yaml'}." in made.notes
 
 

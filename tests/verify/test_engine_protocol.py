@@ -11,15 +11,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from hostile import answering, ok
 from launch import alive
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.engines.handover import ASKED, CONTRACT, FOLDER, FORKS, KEY, ORDER
+from true_on_policy.engines.handover import ASKED, CONTRACT, FOLDER, FORKS, KEY, ORDER, handed_over
 from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.engines.protocol import EngineError, Request, Sample, log_probs
 from true_on_policy.engines.server import Server, _telling, free_port, inherited, interpreter, started
@@ -34,16 +37,18 @@ from true_on_policy.errors import PinError
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models.tiny import checkpoint, updated
 
-# Answers /health at once, /echo with what was posted, /slow never; leaves a child of its own running.
+# Answers any GET with its key at once, /echo with what was posted, /slow never; leaves a child of its own running.
 SERVES = """
-import http.server, subprocess, sys, tempfile, time
+import http.server, os, subprocess, sys, tempfile, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 left = tempfile.mkstemp()[1]
 print("child", child.pid, left, flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, body=b"{}"):
         self.send_response(200); self.end_headers(); self.wfile.write(body)
-    def do_GET(self): self.answer()
+    def do_GET(self):
+        wanted = "Bearer " + os.environ["TRUE_ON_POLICY_ENGINE_KEY"]
+        self.answer() if self.headers["Authorization"] == wanted else self.send_error(401)
     def do_POST(self):
         if self.path == "/slow": time.sleep(600)
         if self.path == "/refuse": return self.send_error(400, "no such model")
@@ -79,6 +84,8 @@ def test_a_server_answers_and_its_whole_group_ends_with_it(server: Server):
     with socket.socket() as prober:
         assert prober.connect_ex(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) != 0
     server.close()  # a second time does nothing
+    with pytest.raises(EngineError, match="^fake: /echo: .*refused"):
+        server.post("/echo", {}, SOON)
 
 
 @pytest.mark.parametrize(
@@ -148,12 +155,16 @@ def test_a_free_port_is_none_that_an_outgoing_connection_may_get():
 
 @pytest.mark.parametrize(("taken", "served"), [(2, True), (3, False)])
 def test_a_port_that_another_process_took_is_replaced(taken: int, served: bool, monkeypatch: pytest.MonkeyPatch):
-    """The server's own bind fails twice, and its third port is free; a third failure is an error."""
+    """The server's own bind fails twice, and its third port is free; a third failure is an error.
+
+    The first port is a stranger's, which answers every request.
+    """
     with ExitStack() as stack:
-        holders = [stack.enter_context(socket.socket()) for _ in range(taken)]
+        stranger = stack.enter_context(answering(ok(b"{}")))
+        holders = [stack.enter_context(socket.socket()) for _ in range(taken - 1)]
         for holder in holders:
             holder.bind(("127.0.0.1", 0))
-        ports = [holder.getsockname()[1] for holder in holders] + [free_port()]
+        ports = [int(stranger.rpartition(":")[2]), *(holder.getsockname()[1] for holder in holders), free_port()]
         monkeypatch.setattr("true_on_policy.engines.server.free_port", iter(ports).__next__)
         command = [sys.executable, "-c", SERVES.replace("sys.argv[1]", "sys.argv[2]")]
         if served:
@@ -326,16 +337,23 @@ def test_the_users_own_contract_does_not_pin_the_control(monkeypatch: pytest.Mon
     assert not {CONTRACT, ORDER} & inherited().keys()
 
 
-def test_an_engine_whose_plugin_fails_is_ended_too(monkeypatch: pytest.MonkeyPatch):
-    """SGLang hides what a plugin raises, and would run on without the contract."""
+@pytest.mark.parametrize(
+    ("choices", "error"),
+    [(None, ImportError), (SimpleNamespace(choices=MagicMock()), TypeError)],
+    ids=["another release", "an order that is none"],
+)
+def test_an_engine_whose_plugin_fails_is_ended_too(
+    choices: Any, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+):
+    """SGLang hides what a plugin raises, and would run on without the contract, or with a part of it."""
     hooks: list[Any] = []
     monkeypatch.setattr(plugin, "_register", lambda target, hook, kind: hooks.append(hook))
-    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups", cast(Any, None))  # another release lacks it
-    for name in (CONTRACT, FOLDER):
-        monkeypatch.setenv(name, "{}")
-    with pytest.raises(ImportError):
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups", choices)
+    for name, value in (handed_over(Contract(dtype="bf16"), None) | {ORDER: "{}", FOLDER: "x"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error):
         plugin.activate()
-    assert hooks == [plugin._taken_up]
+    assert hooks[0] == plugin._taken_up and plugin._pin not in hooks
 
 
 def test_an_engine_that_did_not_take_the_contract_up_is_ended():

@@ -44,8 +44,7 @@ def checks(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
     cases = (contract.backend, f"trainer {contract.trainer_gemm}", f"engine {contract.engine_gemm}")
     cases += ("prefilled" if scored else "decoded",)
     words = _words(contract)
-    of_settings = (setting.check(cases, words) for setting in SETTINGS)
-    return (*(check for check in of_settings if check), *_variables(contract))
+    return (*filter(None, (setting.check(cases, words) for setting in SETTINGS)), *_variables(contract))
 
 
 def _words(contract: GpuContract) -> dict[str, str]:
@@ -92,15 +91,8 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        remedy = self.check.remedy or "the same on every rank"
-        return (
-            self.verdict,
-            self.check.name,
-            self.trainer,
-            self.engine,
-            self.how,
-            remedy if self.verdict == "red" else "",
-        )
+        remedy = (self.check.remedy or "the same on every rank") if self.verdict == "red" else ""
+        return self.verdict, self.check.name, self.trainer, self.engine, self.how, remedy
 
 
 def diagnose(contract: GpuContract, trainer: Observation, engine: Observation) -> list[Row]:
@@ -219,12 +211,8 @@ def joined(over_http: Observation, inside: Observation) -> Observation:
 
     A row of TOLD_TWICE in which server and file differ is marked split: another server wrote the file.
     """
-    other = [
-        name
-        for name in TOLD_TWICE
-        if name in over_http.settings
-        and over_http.settings[name] != inside.settings.get(name, over_http.settings[name])
-    ]
+    sides = over_http.settings, inside.settings
+    other = [name for name in TOLD_TWICE if len({side[name] for side in sides if name in side}) > 1]
     twice = {name: f"{inside.settings[name]} in the file; {over_http.settings[name]} over HTTP" for name in other}
     return Observation(
         {**over_http.settings, **inside.settings, **twice},

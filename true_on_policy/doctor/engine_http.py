@@ -138,26 +138,23 @@ def _asked(url: str, path: str, body: Mapping[str, Any] | None, read: Callable[[
 
 def _generate(url: str, prompts: Sequence[Sequence[int]], seed: int | None = None) -> list[Answer]:
     """Generate LENGTH tokens for each prompt: greedily without a seed, at temperature 1 with a seed."""
-    sampling: dict[str, Any] = {"max_new_tokens": LENGTH, "ignore_eos": True, "temperature": 0}
-    if seed is not None:
-        sampling |= {"temperature": 1, "sampling_seed": seed}
-    body = {"input_ids": [*map(list, prompts)], "sampling_params": sampling, "return_logprob": True}
-    count = len(prompts)
-    return _asked(url, "/generate", body, lambda answers: [*map(_sampled, prompts, list_of(answers, count, "answers"))])
+    drawn = {"temperature": 0} if seed is None else {"temperature": 1, "sampling_seed": seed}
+    sampling = {"max_new_tokens": LENGTH, "ignore_eos": True, **drawn}
+    return _answered(url, prompts, sampling, lambda answers: [*map(_sampled, prompts, answers)])
 
 
 def _score(url: str, sequences: Sequence[Sequence[int]]) -> Answer:
     """Score every token of the last sequence but its first, by prefill of all sequences without a cache."""
-    body = {
-        "input_ids": [*map(list, sequences)],
-        "sampling_params": {"max_new_tokens": 0, "temperature": 0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    *_, last = sequences
-    return _asked(
-        url, "/generate", body, lambda answers: _scored(last, list_of(answers, len(sequences), "answers")[-1])
-    )
+    sampling = {"max_new_tokens": 0, "temperature": 0}
+    return _answered(url, sequences, sampling, lambda got: _scored(sequences[-1], got[-1]), logprob_start_len=0)
+
+
+def _answered(
+    url: str, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any], read: Callable[[list], T], **more: int
+) -> T:
+    """Read the answers of /generate, one for each prompt."""
+    body = {"input_ids": [*map(list, prompts)], "sampling_params": sampling, "return_logprob": True, **more}
+    return _asked(url, "/generate", body, lambda answers: read(list_of(answers, len(prompts), "answers")))
 
 
 def _sampled(prompt: Sequence[int], answer: Any) -> Answer:
@@ -180,4 +177,6 @@ def _scored(sequence: Sequence[int], answer: Any) -> Answer:
         for scored, token in zip((first, *later), sequence, strict=True)
     ):
         raise EngineError("log-probs of other tokens than were asked for")
+    if len({*log_probs.tolist()}) == 1:
+        raise EngineError(f"{log_probs[0]:g} is the log-prob of every token, which no model gives")
     return tuple(sequence[1:]), log_probs

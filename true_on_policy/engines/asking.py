@@ -45,22 +45,18 @@ def address_of(url: str) -> SplitResult:
     Raises:
         EngineError: the URL is not that of an HTTP server.
     """
-    if not url.isascii() or not url.isprintable() or " " in url:
-        _refuse(url, "a URL holds no such letters")
     try:
+        if not url.isascii() or not url.isprintable() or " " in url:
+            raise ValueError("a URL holds no such letters")
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port  # a port that is no number raises here
+        if parts.scheme not in SCHEMES or not host:
+            raise ValueError("http or https, and a host")
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            raise ValueError("no user, no query and no fragment")
     except ValueError as error:
-        _refuse(url, str(error))
-    if parts.scheme not in SCHEMES or not host:
-        _refuse(url, "http or https, and a host")
-    if "@" in parts.netloc or parts.query or parts.fragment:
-        _refuse(url, "no user, no query and no fragment")
+        raise EngineError(f"got {url!r}; give http://HOST:PORT ({error})") from error
     return parts
-
-
-def _refuse(url: str, why: str) -> NoReturn:
-    raise EngineError(f"got {url!r}; give http://HOST:PORT ({why})")
 
 
 HELP = f"a running engine, for example http://127.0.0.1:30000; its --api-key comes from ${KEY}"
@@ -82,10 +78,10 @@ def answer_of(url: str, path: str, body: Mapping[str, Any] | None, seconds: floa
         EngineError: no JSON comes back within `seconds` and `limit` bytes, or the engine refuses the request.
     """
     where = f"{url.rstrip('/')}{path}"
-    with reading(where, "an engine"):
-        address = address_of(url)
-    key = os.environ.get(KEY) or None  # of an engine that somebody else started with `--api-key`
-    answer = exchanged(where, address, path, body, seconds, limit, key)
+    key = os.environ.get(KEY, "").strip()  # of an engine that somebody else started with `--api-key`
+    if not key.isascii() or not key.isprintable():
+        raise EngineError(f"{KEY}: the key of an engine holds printable ASCII letters alone")
+    answer = exchanged(where, address_of(url), path, body, seconds, limit, key)
     with reading(where, "an engine"):
         return parsed(answer, limit)
 
@@ -97,7 +93,7 @@ def exchanged(
     body: Mapping[str, Any] | None,
     seconds: float,
     limit: int = LIMIT,
-    key: str | None = None,
+    key: str = "",
 ) -> bytes:
     """Send one request and return the body of its answer.
 
@@ -112,7 +108,7 @@ def exchanged(
     headers = {"Content-Type": "application/json", "Connection": "close"}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     sent = None if body is None else json.dumps(body).encode()
-    wire = _Wire(SCHEMES[address.scheme](str(address.hostname), address.port, timeout=seconds))
+    wire = _Wire(SCHEMES[address.scheme](address.netloc, timeout=seconds))
 
     def exchange() -> bytes:
         wire.connect()
@@ -155,7 +151,7 @@ class _Wire:
 
 def _words(error: Exception, seconds: float) -> str:
     """Say in words, behind the name of the server, why no answer came."""
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError) and error.errno is None:  # Linux gives up on a connection by ETIMEDOUT
         return f" did not answer within {seconds:g} s"
     if isinstance(error, client.IncompleteRead):
         return ": the answer breaks off"

@@ -69,9 +69,8 @@ LOWEST_PORT = 20_000
 PORTS_LOOKED_AT = 100
 STARTS = 3
 TAKEN = "address already in use"
-Private = Callable[[Path, str], tuple[Sequence[str], Mapping[str, str]]]
-"""Gives the arguments and variables that an engine takes from the folder and the key of its run."""
-NOTHING: Private = lambda folder, key: ((), {})  # noqa: E731
+Private = Callable[[Path, str], tuple[Sequence[str], Mapping[str, str]]] | None
+"""Gives the arguments and variables that an engine takes from the folder and the key of its run; None: none."""
 
 
 def free_port() -> int:
@@ -101,7 +100,7 @@ def patience(requests: Sequence[Request]) -> float:
 
 
 def started(
-    name: str, command: Sequence[str], environment: Mapping[str, str], starts: int = STARTS, private: Private = NOTHING
+    name: str, command: Sequence[str], environment: Mapping[str, str], starts: int = STARTS, private: Private = None
 ) -> Server:
     """Start an engine's server on a free port and wait until it is healthy.
 
@@ -116,7 +115,7 @@ def started(
     port = free_port()
     server = Server(name, [*command, "--port", str(port)], environment, port, private)
     try:
-        server.wait_until_ready("/health", START_SECONDS)
+        server.wait_until_ready("/v1/models", START_SECONDS)  # SGLang's /health asks for no key
         return server
     except BaseException as error:
         is_taken = isinstance(error, EngineError) and TAKEN in server.output().lower()
@@ -134,7 +133,7 @@ class Server:
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int, private: Private = NOTHING
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int, private: Private = None
     ):
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
@@ -142,7 +141,7 @@ class Server:
         # A killed engine leaves its sockets in TMPDIR; a folder of our own is removed with them.
         self._scratch = tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True)
         self._log = Path(self._scratch.name, "log").open("wb")
-        arguments, variables = private(Path(self._scratch.name), self.key)
+        arguments, variables = private(Path(self._scratch.name), self.key) if private else ((), {})
         self._process = subprocess.Popen(
             [*command, *arguments],
             env={**environment, "TMPDIR": self._scratch.name, KEY: self.key, **variables},
@@ -155,17 +154,22 @@ class Server:
         atexit.register(self.close)
 
     def wait_until_ready(self, path: str, seconds: float) -> None:
-        """Return once GET `path` answers 200; raises EngineError where the process ends, or `seconds` are over."""
+        """Return once GET `path` asks for this run's key; EngineError where the process ends or `seconds` are over."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise self._error(f"ended with exit code {self._process.returncode} while starting")
-            try:
-                self._exchanged(path, min(seconds, PROBE_SECONDS))
+            if self._answers(path, self.key) and not self._answers(path, ""):
                 return
-            except EngineError:
-                time.sleep(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         raise self._error(f"not ready within {seconds:g} s")
+
+    def _answers(self, path: str, key: str) -> bool:
+        """Whether GET `path` succeeds with a key."""
+        with suppress(EngineError):
+            exchanged(path, address_of(self.url), path, None, PROBE_SECONDS, key=key)
+            return True
+        return False
 
     def check_pinned(self) -> None:
         """Check that our plugin has pinned the kernels of this engine; an engine without the plugin is ended.
@@ -191,16 +195,14 @@ class Server:
 
     def _ask(self, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> bytes:
         try:
-            return self._exchanged(path, seconds, body)
+            return exchanged(path, address_of(self.url), path, body, seconds, LARGEST, self.key)
         except EngineError as error:
             raise self._error(str(error)) from error
 
-    def _exchanged(self, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> bytes:
-        return exchanged(path, address_of(self.url), path, body, seconds, LARGEST, self.key)
-
     def output(self) -> str:
-        """Return everything that the process has printed, but for the key."""
-        return Path(self._log.name).read_text(errors="replace").replace(self.key, "KEY")
+        """Return everything that the process has printed, but for the key; nothing is left of it behind `close`."""
+        log = Path(self._log.name)
+        return log.read_text(errors="replace").replace(self.key, "KEY") if log.exists() else ""
 
     def _error(self, what: str) -> EngineError:
         return EngineError(f"{self.name}: {what}; from what it printed:\n{_telling(self.output())}")

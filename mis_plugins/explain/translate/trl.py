@@ -50,7 +50,7 @@ DEFAULTS: dict[str, Any] = {CORRECTION: True, MODE: "sequence_mask", CLIP_MAX: 3
 OFF = tuple(f"no_{key}" for key in (CORRECTION, UNBIASED))  # flags of TRL's parser, for switches that are on
 OTHERS = ("rloo", "dpo", "sdpo", "gold", "sdft", "iw_opd", "distillation", "sft", "kto")  # trainers beside GRPO's
 OTHER_FILE = re.compile(rf"(?<![a-z])({'|'.join(OTHERS)})(?![a-z]|.*grpo)[^/]*\.py$")
-COMMANDS = (*OTHERS, "reward")  # that train, beside `trl grpo`
+COMMANDS = (*OTHERS, "reward", "vllm-serve", "serve")  # beside `trl grpo`, and of `vllm`
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 OWN = {
     "cispo": {},
@@ -353,7 +353,7 @@ def _other(words: Sequence[Word]) -> tuple[Word, ...]:
     files = [word for word in words if word.text.endswith(".py")]
     is_grpos = any(key in KEYS and key != USE_VLLM for key, _ in _flags(words))
     others = [word for word in (*modules[:1], *files[:1]) if OTHER_FILE.search(word.text.removesuffix(".py") + ".py")]
-    return other_of(words, ("trl",), COMMANDS) or (() if is_grpos else tuple(others[:1]))
+    return other_of(words, ("trl", "vllm"), COMMANDS) or (() if is_grpos else tuple(others[:1]))
 
 
 def _starts(word: str) -> bool:

@@ -146,10 +146,8 @@ class SGLang(Served):
         return self._server.post("/generate", body, seconds)
 
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
-        answer = self._server.post(
-            "/update_weights_from_disk",
-            {"model_path": str(checkpoint), "flush_cache": False, "weight_version": str(version)},
-        )
+        body = {"model_path": str(checkpoint), "flush_cache": False, "weight_version": str(version)}
+        answer = self._server.post("/update_weights_from_disk", body)
         with reading("/update_weights_from_disk", self.name):
             if answer["success"] is not True:
                 raise EngineError(f"refused the weights of {checkpoint}: {answer['message']}")

@@ -101,7 +101,6 @@ def _align() -> None:
 
     _register(TARGET, _taken_up, "AFTER")
     allow()
-    _register("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _pin, "REPLACE")
     contract = handover.stated_contract()
     if contract.leaves > 1:
         _register("sglang.srt.layers.linear.RowParallelLinear.forward", _row_parallel(contract), "REPLACE")
@@ -109,6 +108,8 @@ def _align() -> None:
     _register(rope, _frequencies_on_cpu, "AROUND")
     if (ordered := handover.ordered_norm()) is not None:
         _register("sglang.srt.layers.layernorm.RMSNorm.forward_native", _norm(ordered), "REPLACE")
+    # Last, because a pinned engine that lacks one of the others would pass for taken up.
+    _register("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _pin, "REPLACE")
 
 
 def _taken_up(result: object, runner: object) -> None:

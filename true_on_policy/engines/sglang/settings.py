@@ -96,8 +96,7 @@ def _products(model: torch.nn.Module, size: Size) -> Iterator[tuple[int, int, Pr
 
 def _layer(model: torch.nn.Module, name: str) -> torch.nn.Module:
     """Find the first layer of this name in the model."""
-    layers = (layer for dotted, layer in model.named_modules() if dotted.rpartition(".")[2] == name)
-    layer = next(layers, None)
+    layer = next((layer for dotted, layer in model.named_modules() if dotted.rpartition(".")[2] == name), None)
     if layer is None:
         raise NotSeenError(f"{type(model).__name__} has no {name}")
     return layer

@@ -108,8 +108,7 @@ class VLLM(Served):
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
         self._server.post(plugin.PATH, call)
-        seconds = server.GENERATE_SECONDS
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + (seconds := server.GENERATE_SECONDS)
         while not keep_cache and not self._dropped_cache():
             if time.monotonic() > deadline:
                 raise EngineError(f"vllm: the cache of the previous weights is still in use after {seconds} s")

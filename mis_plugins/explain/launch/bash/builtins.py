@@ -10,7 +10,7 @@ from pathlib import Path
 from mis_plugins.config.loading import file_of, watching
 from mis_plugins.errors import UserError
 from mis_plugins.explain.launch.bash.grammar import Node, one_line, parts_of, says, set_within
-from mis_plugins.explain.launch.bash.texts import EXPORTED, Texts, Value, depends, is_one, literals_of, maybe
+from mis_plugins.explain.launch.bash.texts import EXPORTED, Texts, Value, depends, is_braced, is_one, literals_of, maybe
 from mis_plugins.explain.launch.reader import from_start
 from mis_plugins.explain.launch.words import Piece, Text, fields, hole, known, literal, shown, spaced, word_of
 
@@ -140,7 +140,8 @@ class Builtins(Texts):
             self.reading.spend(1 + len(made))
         else:
             first = self._first(before, node) if isinstance(before, list) else before or ()
-            text = self.reading.paid((first if adds else ()) + (() if value is None else self.text(value)))
+            added = self.text(value) if value else self.unknown(node) if node.has_error else ()
+            text = self.reading.paid((first if adds else ()) + added)
             made = self._stored(node, before, text)
         if before and not adds and self.branch is None and f"-x {says(name)}" not in self.variables:
             self.replaced |= literals_of(before)
@@ -177,7 +178,7 @@ class Builtins(Texts):
                     self.variables[name] = self._stored(node, self.variables.get(name), value)
                 if not name or kind in OF_FUNCTION and "n" in flags:
                     self.unread(node, "which variables it sets is not known")
-                if kind in OF_FUNCTION and set(flags) & set("ilnu"):
+                if kind in OF_FUNCTION and set(flags) & set("ilnu") or any(map(is_braced, child.children)):
                     self.variables[name] = hole(says(child), self.lines(node))
                 if kind not in OF_FUNCTION or "g" in flags:
                     self._beyond(name, "g" in flags)

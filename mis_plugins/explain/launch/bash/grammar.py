@@ -21,9 +21,10 @@ OLDEST = "0.26.1"  # an older one ends the process where it is asked to stop, be
 # Behind a brace the parser looks a character up in a table of 256, even one that the table does not hold. A bracket
 # that begins a default, as in `${FILES:-["a"]}`, is an error to it, and none to bash.
 LOOKED_UP = re.compile(r"(\{[0-9]*(?:\.\.[0-9]*)?(?=[^\x00-\xff])|\$\{\w+:?[-=](?=\[))(.)")
-# An expansion within a word, `$A/b_$B.c`: the parser ends the word in front of it, unless a colon stands behind it.
+# An expansion in a word, `$A/b_$B.c`, and not in a sum: the parser ends the word in front, unless a colon is behind.
 WITHIN_WORD = re.compile(
-    r"\(\([^\n]*?\)\)|(?<=[\w./:=,@%+^~\-\"'})]|[^\x00-\x7f])(\$\w+)([-+,./^~]|[^\x00-\x7f])", re.ASCII
+    r"\(\((?:[^()]|\((?:[^()]|\([^()]*+\))*+\))*+\)\)|(?<=[\w./:=,@%+^~\-\"'})]|[^\x00-\x7f])(\$\w+)([-+,./^~]|[^\x00-\x7f])",
+    re.ASCII,
 )
 # Redirects between a heredoc and a pipe, and a heredoc in the background: the parser takes neither.
 HEREDOC, REDIRECTS = r"<<-?[ \t]*(?:\w+|'\w+'|\"\w+\")", r"(?:[ \t]+\d?>(?:&\d|>?[ \t]*[^\s|&;<>]+))"

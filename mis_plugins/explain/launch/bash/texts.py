@@ -20,6 +20,7 @@ Value = Text | list[Text]  # of a variable, of an array
 # A home in a word, and a variable of the shell, or a command in backticks, that the parser leaves within a word.
 EXPANDED = re.compile(r"(?:^(?:[A-Za-z_]\w*=)?|:)~(?:[\w+-]*(?:[/:]|$)|[\w.+-]*/)|(?<!\\)(?:\$[@*#?!$-]|`)")
 BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\"\\$`~]*)")
+SEVERAL = re.compile(r"(?<!\\)\{.*(,|\w\.\.\w).*\}", re.S)
 # The few letters that a backslash quotes within double quotes.
 ESCAPED = re.compile(r'\\(["$`\\\n])')
 DEFAULTS = (":-", "-", ":=", "=")
@@ -158,8 +159,7 @@ class Texts(Reader):
         if braces:
             expanded = [f"{braces[1]}{item}{braces[3]}" for item in braces[2].split(",")]
             return [self.literal(item, node) for item in expanded if item]
-        open_parts = [says(part) if part.type in ("word", "brace_expression") else "x" for part in node.children]
-        if node.type == "concatenation" and re.search(r"\{.*(,|\w\.\.\w).*\}", "".join(open_parts), re.S):
+        if is_braced(node):
             self.text(node)  # sets what its expansions set
             return [self.unknown(node)]
         text = self.text(node)
@@ -289,8 +289,9 @@ class Texts(Reader):
 
         def plain(upto: int) -> None:
             text = source[place - node.start_byte : upto - node.start_byte].decode(errors="replace")
+            is_open = "`" in text.replace("\\`", "")  # a command in backticks, of which a heredoc has no node
             text = text if node.type == "concatenation" else ESCAPED.sub(lambda match: match[1].strip("\n"), text)
-            parts.append(self.literal(text, node, place, upto))
+            parts.append(hole(text, self.lines(node)) if is_open else self.literal(text, node, place, upto))
 
         for child in node.named_children:
             if child.type not in ("string_content", "heredoc_content"):
@@ -413,6 +414,12 @@ def is_one(word: Text) -> bool:
 def maybe(source: str, lines: Lines) -> Text:
     """An item of an array that may be none."""
     return under(hole(source, lines), f"{source} leaves it there")
+
+
+def is_braced(word: Node) -> bool:
+    """Whether braces may make several words of one."""
+    open_parts = (says(part) if part.type in ("word", "brace_expression") else "x" for part in word.children)
+    return word.type == "concatenation" and bool(SEVERAL.search("".join(open_parts)))
 
 
 def depends(word: Text) -> bool:

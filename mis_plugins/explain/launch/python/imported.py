@@ -23,6 +23,7 @@ GIVE_NOTHING = ("get_default_wandb_args", "get_mooncake_object_store_args")  # M
 PLAINLY = {"strip": str.strip, "lower": str.lower}
 WRITES = ("write", "writelines", "write_text", "write_bytes")
 MOVES = ("copy", "copy2", "copyfile", "move", "rename", "replace")  # what makes the file of its second argument
+RUNS = ("system", "run", "call", "check_call", "check_output", "Popen", "exec_command")  # what runs a shell's command
 NAMES = ("str", "Path")  # functions that return the name of a file
 SET_ANY_NAME = ("exec", "globals", "locals")
 
@@ -52,6 +53,7 @@ class Imported(Functions):
             raise Ended
         if name in SET_ANY_NAME:
             self.unread(node, "may set any name")
+        given = [*given, *named.values()] if name in MOVES else given
         return self.listed(node, name, given, named) if given else self.unknown(node)
 
     def listed(self, node: ast.Call, name: str, given: list[Any], named: dict[str, Any]) -> Any:
@@ -91,6 +93,8 @@ class Imported(Functions):
             return self.reading.paid(tuple(parts[:-1]))
         if name == "open":
             return self.opened(owner, given, named)
+        if name in MOVES and len(given) == 1:  # of a path; a text is given two
+            self.write(shown(as_text(given[0])), hole(name))
         if name in WRITES:
             is_text = name in ("write", "write_text") and given
             written = as_text(given[0]) if is_text else hole(name)
@@ -122,7 +126,8 @@ class Imported(Functions):
         quoted = [piece for word in words for piece in (Piece("'", lines=lines_of(node)), *word, Piece("' "))]
         text = tuple(quoted) or as_text(command)
         given = [known(word) or "" for word in words] or with_holes(text).split()
-        if any(map(is_train, given)) or given and given[0] in (*COPIES, *EDITS):
+        is_run = not words and name_of(node.func) in RUNS and known(text)
+        if is_run or any(map(is_train, given)) or given and given[0] in (*COPIES, *EDITS):
             self.launch(node, text, (0, 0))
         elif isinstance(command, tuple):
             sources = " ".join(piece.source for piece in command if piece.text is None)
