@@ -232,7 +232,6 @@ WITHOUT_A_WORD = {
     "sglang_enable_mixed_chunk": True,
     "sglang_preferred_sampling_params": '{"repetition_penalty": 1.1}',
     "sglang_enable_watermark": True,
-    "sglang_enable_nvidia_megakernel": True,
     "sglang_enable_fp32_lm_head": True,
     "sglang_enable_dp_attention": True,
     "sglang_attn_dp_size": 2,
