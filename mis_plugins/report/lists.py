@@ -40,7 +40,7 @@ def floor(sums: Float[Tensor, "6 N"], kl: float) -> Float[Tensor, " N"]:
     No clean list has one number throughout.
     """
     n, x, y, xx, yy, _ = sums
-    variance = torch.minimum(xx / n - (x / n).square(), yy / n - (y / n).square())
+    variance = ((xx / n - (x / n).square()) * (yy / n - (y / n).square())).clamp(min=0).sqrt()
     low = 1 - (QUANTILE + QUANTILE_OF_FEW / n.sqrt()) * max(kl, LEAST_KL) / variance.clamp(min=1e-3)
     return torch.where(variance > 1e-9, low, 1.0)
 

@@ -125,6 +125,11 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
         columns[name] = columns[name].masked_fill(columns[name] > HIGHEST, math.nan)
         if bool((columns[name].diff() <= 0).all()) and columns[name].unique().numel() >= FALLING:
             raise RecordError(f"{name}: never rises from token to token, as a running sum; give each token's own")
+    if size >= FALLING and all(columns[name].unique().numel() == 1 and columns[name].any() for name in REQUIRED):
+        raise RecordError("both sides have one number throughout, as a mean has; give each token's own log-prob")
+    trainer, versions = _version(values.get("trainer_version")), columns.get("versions")
+    if trainer is not None and versions is not None and size and versions.max() > trainer:
+        raise RecordError(f"trainer_version: got {trainer}; no token is newer, and versions has {int(versions.max())}")
     return Record(
         step=step_of(step),
         sample=printed(sample, LONGEST_WORD),
@@ -132,7 +137,7 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
         prompt=_whole_text(values.get("prompt")),
         response=_whole_text(values.get("text")),
         reward=_number("reward", values.get("reward")),
-        trainer_version=_version(values.get("trainer_version")),
+        trainer_version=trainer,
         truncated=values.get("truncated") if isinstance(values.get("truncated"), bool) else None,
         absent=absent,
         **columns,  # pyright: ignore[reportArgumentType]

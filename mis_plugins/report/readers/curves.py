@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any, BinaryIO
 
 import yaml
@@ -26,7 +27,7 @@ from mis_plugins.shared.opened import Opened
 
 STEPS_OF_HOSTS = (
     "rollout", "step", "train/step", "rollout/step", "eval/step", "_step", "rollout_id", "global_step", "iteration",
-    "global_step/max_steps",
+    "train/global_step", "global_step/max_steps",
 )  # fmt: skip
 # What other packages call our metrics: by package, ours beside a name of theirs.
 PEERS: dict[str, dict[str, str]] = yaml.safe_load(
@@ -36,7 +37,6 @@ OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items
     "k3_kl": "kl_k3", "mis_kept_fraction": "kept_fraction", "mis_ess_mb": "ess",  # of our own hooks
 }  # fmt: skip
 BLOCK, HEADER = 32_768, 7  # of wandb's log, which has the layout of LevelDB's
-NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # as wandb writes such numbers
 FIXED = {1: 8, 5: 4}  # bytes of a protobuf field of a fixed size
 
 LONGEST_COUNT = 19  # digits
@@ -122,8 +122,24 @@ def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:
     logged = mapping.get("data")  # verl's file of a run, whose writer has null for NaN
     if isinstance(logged, Mapping) and mapping.keys() <= {*STEPS_OF_HOSTS, "data"}:
         mapping = {name: "NaN" if x is None else x for name, x in logged.items()}
-    numbers = {name: float(x) for name, x in mapping.items() if _is_number(x) or x in NOT_FINITE}
-    return [(step_of(next(filter(_is_number, given), given[0])), numbers)] if given else []
+    if not given:
+        return []
+    numbers = {name: number for name, x in mapping.items() if (number := _float(name, x)) is not None}
+    return [(step_of(next(filter(_is_number, given), given[0])), numbers)]
+
+
+def _float(name: str, value: Any) -> float | None:
+    """The number of a name, which writers of JSON also write as text; None where another thing stands there.
+
+    Raises:
+        RecordError: the number is one that has a limit, and another thing stands there.
+    """
+    try:
+        return None if value is None or isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        if our_name(name) in LIMITS:
+            raise RecordError(f"{name}: got {shortened(value)}; give a number") from None
+        return None
 
 
 def _count(step: Any) -> Any:
