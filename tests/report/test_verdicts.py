@@ -1055,7 +1055,7 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
         lambda: in_part(BF16, changed(BF16, BEHAVIOR, ended_in(-20.0, 1))), ["placeholder"]
     ),
     "entropies in place of the trainer's log-probs": (
-        lambda: changed(BF16, PROXIMAL, lambda column: -0.2 * torch.arange(len(column)).sin().square()),
+        lambda: changed(BF16, PROXIMAL, lambda column: -0.2 * torch.arange(1, len(column) + 1).sin().square()),
         ["different-tokens"],
     ),
     "copies of the engine's lists in seven responses of eight": (
