@@ -432,7 +432,7 @@ def _left_alone(facts: Facts, mean: float) -> bool:
 def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
     """Lists of different tokens: a shift restores them, or most responses have them. Else a response was changed."""
     pairing = facts.pairing
-    if pairing is None or of_all != bool(pairing.shift or pairing.share > 0.5):
+    if pairing is None or of_all != bool(pairing.shift or pairing.broken > pairing.of / 2):
         return None
     share = float(facts.rows[2, facts.evidence.lists.broken(facts.kl)].sum()) / facts.mass
     return {"found": pairing, "share_of_all": share}

@@ -146,7 +146,3 @@ class Pairing:
         way = "later" if self.shift > 0 else "earlier"
         part = ", as where a part of each is shifted" * (self.restored < self.correlation + RESTORED)
         return f"with the trainer's list read {places} {way}, {self.scope}, it is {self.restored:.2f}{part}"
-
-    @property
-    def share(self) -> float:
-        return self.broken / max(self.of, 1)

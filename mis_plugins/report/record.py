@@ -168,8 +168,10 @@ def _tensor(name: str, values: Any) -> Tensor:
     of_whole = name in REQUIRED and isinstance(values, Tensor) and not numbers.is_floating_point()
     if of_whole or numbers.is_complex() or (kind.is_floating_point and numbers.dtype == torch.bool):
         raise RecordError(f"{name}: holds numbers of another kind ({numbers.dtype})")
-    if kind == torch.int64 and numbers.numel() and not _are_whole(numbers):
-        raise RecordError(f"{name}: holds a number that is not whole, or lies beyond {LARGEST}")
+    if kind == torch.int64:
+        whole = (numbers >= -LARGEST) & (numbers <= LARGEST) & (numbers == numbers.double().trunc())
+        if not whole.all():
+            raise RecordError(f"{name}: holds a number that is not whole, or lies beyond {LARGEST}")
     if kind == torch.bool and not ((numbers == 0) | (numbers == 1)).all():
         raise RecordError(f"{name}: holds a number other than 0 and 1")
     return numbers.to(kind)
@@ -193,11 +195,6 @@ def _absent(given: Any, column: Float[Tensor, " R"], mask: Bool[Tensor, " R"]) -
     lacking = 0 if isinstance(given, Tensor) else sum(given[place] is None for place in places)
     numbers = Counter(f"{x:g}" for x in column[places].tolist())
     return {name: n for name, n in {"None": lacking, **numbers, "nan": numbers["nan"] - lacking}.items() if n}
-
-
-def _are_whole(numbers: Tensor) -> bool:
-    inside = (numbers >= -LARGEST) & (numbers <= LARGEST)
-    return bool((inside & (numbers == numbers.trunc()) if numbers.is_floating_point() else inside).all())
 
 
 def _text(values: Any, size: int) -> tuple[str, ...] | None:

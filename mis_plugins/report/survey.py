@@ -49,7 +49,7 @@ class StepNumbers:
         self.steps[batch.step] = added if earlier is None else _dense(earlier).merge(added)
         if len(self.steps) > self.OPEN:
             last = list(self.steps)[-1 - self.OPEN]
-            self.steps[last] = _sparse(self.steps[last])
+            self.steps[last] = self.steps[last].map(lambda x: x.to_sparse() if x.dim() == 2 and not x.is_sparse else x)
 
     def metrics(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Metrics of each step, in order."""
@@ -66,10 +66,6 @@ class StepNumbers:
             sums = self.steps[step].named_sums
             for name, alarm in ALARMS.items():
                 yield from ((step, name, message) for message in alarm(self.config, sums))
-
-
-def _sparse(part: Partials) -> Partials:
-    return part.map(lambda x: x.to_sparse() if x.dim() == 2 and not x.is_sparse else x)
 
 
 def _dense(part: Partials) -> Partials:

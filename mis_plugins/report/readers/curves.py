@@ -51,11 +51,6 @@ def our_name(name: str) -> str:
     return OURS.get(bare) or OURS.get(bare.removeprefix("train/")) or bare
 
 
-def run_of(path: Path, kind: str) -> Path | str:
-    """What the files of one run share: a restart writes another file of tensorboard, and wandb's run of one name."""
-    return {"tensorboard": path.parent, "wandb": path.name}.get(kind, path)
-
-
 def curve(paths: Sequence[Path], kind: str, problems: Problems) -> Curve:
     """The numbers of one run's files by step; where the end of a file is damaged, those before it."""
     points = Points()
@@ -125,7 +120,7 @@ def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:
     if not given:
         return []
     numbers = {name: number for name, x in mapping.items() if (number := _float(name, x)) is not None}
-    return [(step_of(next(filter(_is_number, given), given[0])), numbers)]
+    return [(step_of(next((step for step in given if type(step) in (int, float)), given[0])), numbers)]
 
 
 def _float(name: str, value: Any) -> float | None:
@@ -146,10 +141,6 @@ def _count(step: Any) -> Any:
     """The number of a step; ms-swift writes `3/100` for the third of a hundred steps."""
     count = step.partition("/")[0] if isinstance(step, str) else ""
     return int(count) if count.isdecimal() and len(count) < LONGEST_COUNT else step
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _jsonl(path: Path, problems: Problems) -> Iterator[Row]:
