@@ -167,6 +167,12 @@ def test_a_correction_that_leaves_little_is_told_by_our_hooks_names(name: str, t
     assert verdict["level"] == WATCH and "is 0.02, below 0.5, at step 8" in verdict["headline"]
 
 
+@pytest.mark.parametrize("levels", [(0.3, 1e-3), (1e-3, 0.3)])
+def test_of_two_names_of_one_number_the_one_beyond_its_limit_counts(levels: Sequence[float], tmp_path: Path) -> None:
+    row = dict(zip(("train/mis_step/kl_k3", "train/mis_k3_kl"), levels, strict=True))
+    assert judged(tmp_path, [row | {"step": step} for step in range(9)])["level"] == ALARM
+
+
 CALM_LOGS = {
     "rows of their own for two names of a number, as tensorboard writes them": [
         row for name in ("train/mis_step/kl_k3", "train/mis_k3_kl") for row in rows_of([1e-3] * 9, name=name)

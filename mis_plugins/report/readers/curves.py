@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from mis_plugins.explain.limits import LIMITS
+from mis_plugins.explain.limits import LIMITS, Limits
 from mis_plugins.metrics.alarms import PREFIX
 from mis_plugins.report.readers.files import Curve, Problems, objects, parsed, size_of
 from mis_plugins.report.record import LONGEST_WORD, printed, step_of
@@ -65,7 +65,7 @@ def curve(paths: Sequence[Path], kind: str, problems: Problems) -> Curve:
 class Points:
     """The numbers of a run, by our names.
 
-    kept: the numbers of each step.
+    kept: the numbers of each step; of two names of one number the one that lies beyond its limit.
     replaced: as of a `Curve`.
     logged: of each step the names in the file of the numbers in `kept` that have a limit.
     order: the steps of `logged`, sorted.
@@ -85,7 +85,9 @@ class Points:
         if step not in self.logged:
             insort(self.order, step)
         self.logged[step] = self.logged.get(step, set()) | limited
-        kept.update({names[name]: x for name, x in row.items()})
+        for ours, x in ((names[name], x) for name, x in row.items()):
+            limits, held = LIMITS.get(ours, Limits()), kept.get(ours, x)
+            kept[ours] = x if limits.low <= held <= limits.high else held
 
     def _start_anew(self, step: int) -> None:
         """Move the numbers that have a limit of a step, and of all later ones, to `replaced`."""
