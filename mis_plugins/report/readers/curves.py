@@ -126,11 +126,7 @@ def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:
 
 
 def _float(name: str, value: Any) -> float | None:
-    """The number of a name, which writers of JSON also write as text; None where another thing stands there.
-
-    Raises:
-        RecordError: the number is one that has a limit, and another thing stands there.
-    """
+    """A number, which writers of JSON also write as text; None of another value, refused where the name has a limit."""
     try:
         return None if value is None or isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
