@@ -1060,10 +1060,10 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "the engine's padding of -20 in few responses of each step": (
         lambda: in_part(BF16, changed(BF16, BEHAVIOR, ended_in(-20.0, 1))), ["placeholder"]
     ),
-    "entropies in place of the trainer's log-probs": (
-        lambda: changed(BF16, PROXIMAL, lambda column: -0.2 * torch.arange(1, len(column) + 1).sin().square()),
+    **{f"entropies in place of the trainer's log-probs, {where}": (
+        lambda rows=rows: changed(rows, PROXIMAL, lambda x: -0.2 * torch.arange(1, len(x) + 1).sin().square()),
         ["different-tokens"],
-    ),
+    ) for where, rows in (("recorded", BF16), ("made up", MADE))},
     "copies of the engine's lists in seven responses of eight": (
         lambda: in_part([replace(one, proximal_log_probs=one.behavior_log_probs) for one in FP8], FP8), []
     ),
