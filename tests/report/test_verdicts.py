@@ -1061,7 +1061,7 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
         lambda: in_part(BF16, changed(BF16, BEHAVIOR, ended_in(-20.0, 1))), ["placeholder"]
     ),
     **{f"entropies in place of the trainer's log-probs, {where}": (
-        lambda rows=rows: changed(rows, PROXIMAL, lambda x: -0.2 * torch.arange(1, len(x) + 1).sin().square()),
+        lambda rows=rows: changed(rows, PROXIMAL, lambda x: -0.1 * torch.arange(1, len(x) + 1).sin().square()),
         ["different-tokens"],
     ) for where, rows in (("recorded", BF16), ("made up", MADE))},
     "copies of the engine's lists in seven responses of eight": (
