@@ -24,7 +24,7 @@ from mis_plugins.shared.files import PREFIX
 
 SHRINKS = False  # cases take seconds, and what time decides does not repeat
 SECONDS = 300  # that a command may take on a loaded machine
-STEP = {"behavior_log_probs": [-0.5] * 200, "proximal_log_probs": [-0.51] * 200, "tokens": list(range(200))}
+STEP = {"behavior_log_probs": [-0.5] * 200, "proximal_log_probs": [*[-0.51] * 199, -0.52], "tokens": list(range(200))}
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 CUDA_OFF = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 COMMANDS = {

@@ -69,13 +69,13 @@ class Facts:
 
     sums: sums of the whole run, by the names of `metrics/tokens.py`.
     places: tables of `places.Tables`.
-    changes: changes of kl_k3 over the steps.
+    moves: changes of kl_k3 over the steps.
     """
 
     sums: Mapping[str, float]
     evidence: Evidence
     places: Mapping[str, Table]
-    changes: Sequence[Change]
+    moves: Sequence[Change]
 
     @cached_property
     def rows(self) -> Float[Tensor, "3 N"]:
@@ -112,7 +112,7 @@ class Facts:
     @property
     def kl(self) -> float:
         """The KL that correlations of clean runs are compared at."""
-        return min(abs(self.mean), self.kl_k3)
+        return min(max(-self.mean, 0.0), self.kl_k3)
 
     @cached_property
     def mass(self) -> float:
@@ -161,9 +161,18 @@ class Facts:
         return self.evidence.lists.verdict(self.kl)
 
     @cached_property
+    def changes(self) -> list[Change]:
+        """The moves between two levels of `FEW` tokens or more: a few tokens have any kl_k3."""
+        sizes = [float(level[1].sum()) for level in self._between(self.moves)]
+        return [move for move, sides in zip(self.moves, pairwise(sizes), strict=True) if min(sides) >= FEW]
+
+    @cached_property
     def levels(self) -> list[Float[Tensor, "3 _"]]:
         """`rows` of the responses of each level of kl_k3; the first level ends at the first change."""
-        edges = [-math.inf, *(change.step for change in self.changes), math.inf]
+        return self._between(self.changes)
+
+    def _between(self, moves: Sequence[Change]) -> list[Float[Tensor, "3 _"]]:
+        edges = [-math.inf, *(move.step for move in moves), math.inf]
         return [self.rows[:, (self.rows[0] >= low) & (self.rows[0] < high)] for low, high in pairwise(edges)]
 
 
@@ -423,7 +432,7 @@ def _left_alone(facts: Facts, mean: float) -> bool:
 def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
     """Lists of different tokens: a shift restores them, or most responses have them. Else a response was changed."""
     pairing = facts.pairing
-    if pairing is None or of_all != bool(pairing.shift or pairing.share > 0.5):
+    if pairing is None or of_all != bool(pairing.shift or pairing.broken > pairing.of / 2):
         return None
     share = float(facts.rows[2, facts.evidence.lists.broken(facts.kl)].sum()) / facts.mass
     return {"found": pairing, "share_of_all": share}

@@ -27,6 +27,7 @@ RELATED = ("usable", *slope.RELATED_SUMS, "inverse")
 UNLIKELY = -1.0  # log-prob of one side where the other reports a probability of exactly 1
 RUN = 3  # fewest such tokens of a run, which are as unlikely together as so many of `UNLIKELY`
 CUT = math.log(0.9)  # of a run the mean: a nucleus of one token seldom leaves less; above it rounding repeats numbers
+GRID = 64  # numbers of a person, as -1 or -20.5, are whole multiples of 1/64, and are few enough to keep each
 NEVER = -50.0  # a million tokens of this log-prob have a probability of 2e-16 together: none of a run was sampled
 SIDES = ("trainer", "rollout")
 
@@ -72,7 +73,8 @@ class Evidence:
         side finds the token, or a run of such tokens, unlikely; numbers below `CUT` where the other is a nat away,
         and all below `NEVER`.
     apart: of each side the tokens with such numbers, by their octave, from a power of two to the next.
-    certain: number of usable tokens with log-prob 0 on both sides.
+    copied: number of usable tokens in responses whose lists are equal, as where one list is a copy of the other.
+    certain: number of other usable tokens with log-prob 0 on both sides.
     absent: of each side how often each entry stands in for a log-prob, by its name.
     lists: pairs of both lists of log-probs, for each sequence.
     folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
@@ -89,6 +91,7 @@ class Evidence:
         default_factory=lambda: defaultdict(lambda: torch.zeros(2).double())
     )
     apart: Counter[tuple[str, int]] = field(default_factory=Counter)
+    copied: int = 0
     certain: int = 0
     broken_advantages: int = 0
     absent: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -120,10 +123,13 @@ class Evidence:
             self._add_ids(ids.masked_fill(~new, -1), tokens)
 
     def _add_fills(self, batch: Batch, tokens: Tokens) -> Bool[Tensor, " T"]:
-        """Add `fills`, `apart` and `certain`, and return the tokens that `fills` counts."""
+        """Add `fills`, `apart`, `copied` and `certain`, and return the tokens that `fills` counts."""
         counted = torch.zeros_like(tokens.usable)
         masses, distant = mass(tokens), tokens.log_ratio.abs() > -UNLIKELY
-        self.certain += int((tokens.usable & ~_are_unsure(tokens)).sum())
+        rows = (torch.ones_like(tokens.usable), ~_are_unsure(tokens), tokens.log_ratio != 0)
+        usable, sure, apart = batch.ragged.sums(*(tokens.usable & row for row in rows))
+        copies = (apart == 0) & (usable >= LONG_ENOUGH) & (sure < usable)
+        self.copied, self.certain = self.copied + int(usable[copies].sum()), self.certain + int(sure[~copies].sum())
         for side, own, other in zip(SIDES, tokens.log_probs, tokens.log_probs.flip(0), strict=True):
             sure = tokens.usable & (own == 0)
             odd = sure & ((other < UNLIKELY) | in_unlikely_runs(sure, other, batch.positions))
@@ -132,7 +138,7 @@ class Evidence:
             self.apart.update({(side, place): n for place, n in zip(octaves.tolist(), counts.tolist(), strict=True)})
             numbers, place, counts = own[odd | apart].unique(return_inverse=True, return_counts=True)
             sums = torch.stack([counts, torch.bincount(place, masses[odd | apart], len(numbers))], 1)
-            kept = (numbers == 0) | (counts >= RUN)
+            kept = (counts >= RUN) | (GRID * numbers).frac().eq(0)
             counted[odd | apart] |= kept[place]
             for row in kept.nonzero().flatten().tolist():
                 self.fills[side, float(numbers[row])] += sums[row]

@@ -35,14 +35,14 @@ def correlation(sums: Float[Tensor, "6 N"]) -> Float[Tensor, " N"]:
 
 
 def floor(sums: Float[Tensor, "6 N"], kl: float) -> Float[Tensor, " N"]:
-    """The 0.1% quantile of the correlation in clean runs of this KL, number of tokens and variance of log-probs.
+    """The 0.1% quantile of the correlation in clean runs of this KL, number of tokens and variance of log mu.
 
     No clean list has one number throughout.
     """
     n, x, y, xx, yy, _ = sums
-    variance = torch.minimum(xx / n - (x / n).square(), yy / n - (y / n).square())
-    low = 1 - (QUANTILE + QUANTILE_OF_FEW / n.sqrt()) * max(kl, LEAST_KL) / variance.clamp(min=1e-3)
-    return torch.where(variance > 1e-9, low, 1.0)
+    variances = torch.stack([xx, yy]) / n - (torch.stack([x, y]) / n).square()
+    low = 1 - (QUANTILE + QUANTILE_OF_FEW / n.sqrt()) * max(kl, LEAST_KL) / variances[0].clamp(min=1e-3)
+    return torch.where(variances.amin(0) > 1e-9, low, 1.0)
 
 
 @dataclass
@@ -146,7 +146,3 @@ class Pairing:
         way = "later" if self.shift > 0 else "earlier"
         part = ", as where a part of each is shifted" * (self.restored < self.correlation + RESTORED)
         return f"with the trainer's list read {places} {way}, {self.scope}, it is {self.restored:.2f}{part}"
-
-    @property
-    def share(self) -> float:
-        return self.broken / max(self.of, 1)

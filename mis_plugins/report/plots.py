@@ -70,7 +70,7 @@ def curve(lines: Mapping[str, Mapping[int, float]], label: str, log: bool = Fals
         axes.set_xlabel("step")
         if len(lines) > 1:
             axes.legend(frameon=False, fontsize=9)
-    return _svg(figure, label)
+        return _svg(figure, label)
 
 
 def span(tables: Iterable[Sequence[Mapping[str, Any]]]) -> tuple[float, float]:
@@ -96,7 +96,7 @@ def dots(rows: Sequence[Mapping[str, Any]], label: str, ends: tuple[float, float
         axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.invert_yaxis()
         axes.set_xlabel("kl_k3 · share of tokens")
-    return _svg(figure, label)
+        return _svg(figure, label)
 
 
 def ladder(name: str, kl_k3: float, label: str) -> str:
@@ -116,7 +116,7 @@ def ladder(name: str, kl_k3: float, label: str) -> str:
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
         axes.set_xlabel("kl_k3")
-    return _svg(figure, label)
+        return _svg(figure, label)
 
 
 def _note(axes: Axes, text: str, place: tuple[float, float], away: tuple[float, float], **style: Any) -> None:
@@ -126,7 +126,9 @@ def _note(axes: Axes, text: str, place: tuple[float, float], away: tuple[float, 
 
 @contextmanager
 def _drawn(width: float, height: float) -> Iterator[tuple[Figure, Axes]]:
-    with _quiet_style():
+    """A figure in the page's style. No warning quotes foreign names, and the page's own fonts have all glyphs."""
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         figure = Figure(figsize=(width, height))
         yield figure, figure.add_subplot()
 
@@ -141,14 +143,6 @@ def as_label(name: str) -> str:
     return (f" {text}" if text[:1] in ("", "_") else text).replace("$", r"\$")
 
 
-@contextmanager
-def _quiet_style() -> Iterator[None]:
-    """The page's style, without warnings: they would quote foreign names, and the page's own fonts have all glyphs."""
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def _log(set_scale: Any, axis: Any) -> None:
     set_scale("log")
     axis.set_major_locator(LogLocator(numticks=6))
@@ -158,8 +152,7 @@ def _log(set_scale: Any, axis: Any) -> None:
 def _svg(figure: Figure, label: str) -> str:
     """The figure as an element of the page: its ids are its own, its colours the page's variables."""
     file = io.StringIO()
-    with _quiet_style():
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text))

@@ -125,6 +125,11 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
         columns[name] = columns[name].masked_fill(columns[name] > HIGHEST, math.nan)
         if bool((columns[name].diff() <= 0).all()) and columns[name].unique().numel() >= FALLING:
             raise RecordError(f"{name}: never rises from token to token, as a running sum; give each token's own")
+    if size >= FALLING and all(columns[name].unique().numel() == 1 and columns[name].any() for name in REQUIRED):
+        raise RecordError("both sides have one number throughout, as a mean has; give each token's own log-prob")
+    trainer, versions = _version(values.get("trainer_version")), columns.get("versions")
+    if trainer is not None and versions is not None and size and versions.max() > trainer:
+        raise RecordError(f"trainer_version: got {trainer}; no token is newer, and versions has {int(versions.max())}")
     return Record(
         step=step_of(step),
         sample=printed(sample, LONGEST_WORD),
@@ -132,7 +137,7 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
         prompt=_whole_text(values.get("prompt")),
         response=_whole_text(values.get("text")),
         reward=_number("reward", values.get("reward")),
-        trainer_version=_version(values.get("trainer_version")),
+        trainer_version=trainer,
         truncated=values.get("truncated") if isinstance(values.get("truncated"), bool) else None,
         absent=absent,
         **columns,  # pyright: ignore[reportArgumentType]
@@ -163,8 +168,10 @@ def _tensor(name: str, values: Any) -> Tensor:
     of_whole = name in REQUIRED and isinstance(values, Tensor) and not numbers.is_floating_point()
     if of_whole or numbers.is_complex() or (kind.is_floating_point and numbers.dtype == torch.bool):
         raise RecordError(f"{name}: holds numbers of another kind ({numbers.dtype})")
-    if kind == torch.int64 and numbers.numel() and not _are_whole(numbers):
-        raise RecordError(f"{name}: holds a number that is not whole, or lies beyond {LARGEST}")
+    if kind == torch.int64:
+        whole = (numbers >= -LARGEST) & (numbers <= LARGEST) & (numbers == numbers.double().trunc())
+        if not whole.all():
+            raise RecordError(f"{name}: holds a number that is not whole, or lies beyond {LARGEST}")
     if kind == torch.bool and not ((numbers == 0) | (numbers == 1)).all():
         raise RecordError(f"{name}: holds a number other than 0 and 1")
     return numbers.to(kind)
@@ -188,11 +195,6 @@ def _absent(given: Any, column: Float[Tensor, " R"], mask: Bool[Tensor, " R"]) -
     lacking = 0 if isinstance(given, Tensor) else sum(given[place] is None for place in places)
     numbers = Counter(f"{x:g}" for x in column[places].tolist())
     return {name: n for name, n in {"None": lacking, **numbers, "nan": numbers["nan"] - lacking}.items() if n}
-
-
-def _are_whole(numbers: Tensor) -> bool:
-    inside = (numbers >= -LARGEST) & (numbers <= LARGEST)
-    return bool((inside & (numbers == numbers.trunc()) if numbers.is_floating_point() else inside).all())
 
 
 def _text(values: Any, size: int) -> tuple[str, ...] | None:

@@ -49,7 +49,7 @@ class StepNumbers:
         self.steps[batch.step] = added if earlier is None else _dense(earlier).merge(added)
         if len(self.steps) > self.OPEN:
             last = list(self.steps)[-1 - self.OPEN]
-            self.steps[last] = _sparse(self.steps[last])
+            self.steps[last] = self.steps[last].map(lambda x: x.to_sparse() if x.dim() == 2 and not x.is_sparse else x)
 
     def metrics(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Metrics of each step, in order."""
@@ -66,10 +66,6 @@ class StepNumbers:
             sums = self.steps[step].named_sums
             for name, alarm in ALARMS.items():
                 yield from ((step, name, message) for message in alarm(self.config, sums))
-
-
-def _sparse(part: Partials) -> Partials:
-    return part.map(lambda x: x.to_sparse() if x.dim() == 2 and not x.is_sparse else x)
 
 
 def _dense(part: Partials) -> Partials:
@@ -140,7 +136,7 @@ class Report:
     absent: as in `Evidence`.
     spread: as in `Facts`.
     repeated: number of responses with all log-probs of an earlier one.
-    certain: number of usable tokens with log-prob 0 on both sides.
+    certain, copied: as in `Evidence`.
     empty: number of responses without a usable token.
     """
 
@@ -162,6 +158,7 @@ class Report:
     spread: dict[str, float]
     repeated: int
     certain: int
+    copied: int
     empty: int
 
 
@@ -198,9 +195,10 @@ def _of_few_steps(
     size, last, changes = source.size, None, 0
     for record in records:
         if record.step != last:
+            first = steps.setdefault(record.step, source.name)
+            again = last is not None and record.step < last
+            together |= {first: None, source.name: None} if first != source.name or again else {}
             last, changes = record.step, changes + 1
-            first = steps.setdefault(last, source.name)
-            together |= {first: None, source.name: None} if first != source.name else {}
             CHANGES.check(changes, size, source.name)
             STEPS.check(len(steps), size, source.name)
         yield record
@@ -215,12 +213,12 @@ def report(survey: Survey) -> Report | None:
     places = survey.tables.rows()
     finite = {step: x for step, values in steps.items() if math.isfinite(x := values.get(FIRST, math.nan))}
     moves = changes(list(finite), list(finite.values()))
-    facts = Facts(whole.named_sums, survey.evidence, places, moves)
+    facts = Facts(whole.named_sums, survey.evidence, places, moves)  # of moves between few tokens none is a change
     return Report(
         steps=steps,
         whole=ordered(finalize(whole, survey.own)),
         places=places,
-        changes=moves,
+        changes=facts.changes,
         findings=findings(facts),
         alarms=list(survey.numbers.alarms()),
         worst_tokens=[token for _, token in survey.worst.tokens.held],
@@ -235,6 +233,7 @@ def report(survey: Survey) -> Report | None:
         spread=facts.spread,
         repeated=survey.evidence.repeated,
         certain=survey.evidence.certain,
+        copied=survey.evidence.copied,
         empty=int((facts.rows[1] == 0).sum()),
     )
 

@@ -61,13 +61,10 @@ def _products(ragged: Ragged, ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]
     usable = ratio > 0
     total, tokens = ragged.sums(torch.where(usable, ratio, 1).log(), usable)
     products = exp_clamped(total)[tokens > 0]
-    if products.numel() < SEQUENCES or _ess(products) < LEAST_ESS:
+    ess = products.mean().square() / products.square().mean()  # NaN of no response
+    if products.numel() < SEQUENCES or ess < LEAST_ESS:
         return None
     return ragged.to_tokens(exp_clamped(total)) * usable
-
-
-def _ess(weights: Float[Tensor, " N"]) -> float:
-    return float(weights.sum() ** 2 / (weights.numel() * weights.square().sum()))
 
 
 @dataclass(frozen=True)

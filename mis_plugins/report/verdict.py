@@ -18,6 +18,8 @@ from mis_plugins.report.survey import Report
 ROUNDING = 1e-5  # by which a number may lie outside of what it can be
 AS_MUCH = 3.0  # within this factor of a rung a mismatch counts as that rung's
 CALM, WATCH, ALARM = "calm", "watch", "alarm"
+CERTAIN = "have a log-prob of exactly 0 on both sides, as padding has; take padding out of the loss mask."
+COPIED = "are of responses with equal lists on both sides, as copies have; log what the trainer itself computed."
 OF_CORRECTION = {"kept_fraction", "ess"}
 OF_CONFIG = {"all_rejected", "few_kept", "product_too_long", "weights_of_one"}  # alarms of a step, of its correction
 MOST_LOST = 0.1  # of what was read: the most that may be unread in a calm run, and the most padding that goes untold
@@ -110,7 +112,8 @@ def _of_tokens(report: Report, proposal: Proposal | None) -> Verdict:
         "Why": WHY if _differ(report) and not is_explained else "",
         **_at_steps(report),
         **_unread(report),
-        "Certain on both sides": _certain(report),
+        "Certain on both sides": _alike(report, report.certain, CERTAIN),
+        "Equal on both sides": _alike(report, report.copied, COPIED),
         "Since when": since({step: row[FIRST] for step, row in report.steps.items() if FIRST in row}, report.changes),
         "Where": _where(report),
         "What to run with": _helped(proposal) if proposal else "",
@@ -127,7 +130,7 @@ def level_of(report: Report) -> str:
     if bad or _of_config(report):
         return WATCH
     rose = any(change.factor > 1 and change.after > LIMITS[FIRST].high for change in report.changes)
-    beside = beyond({FIRST: _beside_certain(report)})
+    beside = beyond({FIRST: _beside_alike(report)})
     return WATCH if beyond(report.whole) or beside or rose or _much_is_lost(report) or report.usable < FEW else CALM
 
 
@@ -162,16 +165,15 @@ def _at_steps(report: Report) -> dict[str, str]:
     }
 
 
-def _beside_certain(report: Report) -> float:
-    """The kl_k3 without tokens of log-prob 0 on both sides, such as padding, which add nothing to any sum."""
-    return report.whole[FIRST] * report.usable / max(report.usable - report.certain, 1)
+def _beside_alike(report: Report) -> float:
+    """The kl_k3 without padding and copies, which add nothing to any sum: equal lists, and 0 on both sides."""
+    return report.whole[FIRST] * report.usable / max(report.usable - report.certain - report.copied, 1)
 
 
-def _certain(report: Report) -> str:
-    """How many tokens both sides are certain of, where these are more than `MOST_LOST`; else an empty text."""
-    count = f"{report.certain} of {report.usable} tokens have a log-prob of exactly 0 on both sides, as padding has; "
-    rest = f"take padding out of the loss mask. {FIRST} of the others is {_beside_certain(report):.3g}."
-    return (count + rest) * (report.certain > MOST_LOST * report.usable)
+def _alike(report: Report, count: int, how: str) -> str:
+    """How many tokens agree to the bit, where these are more than `MOST_LOST` and not all; else an empty text."""
+    rest = f"{FIRST} of the others is {_beside_alike(report):.3g}."
+    return f"{count} of {report.usable} tokens {how} {rest}" * (MOST_LOST * report.usable < count < report.usable)
 
 
 def _much_is_lost(report: Report) -> bool:
@@ -182,10 +184,10 @@ def _unread(report: Report) -> dict[str, str]:
     """How many records were rejected, and which files could not be read to their end."""
     rejected = f"{_rejected(report)}, so the verdict is on the others." if report.rejected else ""
     twice = f"{report.repeated} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
-    same = f"{len(report.together)} files or folders hold the same steps, or tell none, as "
-    same += f"{' and '.join(report.together[:2])}; "
+    more = f" and {len(report.together) - 2} more" if report.together[2:] else ""
+    same = f"steps stand twice, or have no number, in {' and '.join(report.together[:2])}{more}; "
     none = f"{report.empty} of {report.sequences} responses have no token that can be compared."
-    alone = {"Read as one run": f"{same}name one alone where they are several runs." if report.together else ""}
+    alone = {"Read as one run": f"{same}report each run alone where there are several." if report.together else ""}
     parts = {"Not read": rejected, "Nothing in the loss": none if report.empty else ""}
     return parts | {"Read twice": twice if report.repeated else ""} | _broke_off(report.torn) | alone
 
@@ -258,8 +260,8 @@ def of_curves(
 
 
 def _measures(name: str, value: float) -> bool:
-    """Whether a number measures the mismatch; without a rule every run keeps all of its tokens."""
-    return name in LIMITS and possible(name, value) and (name, value) != ("kept_fraction", 1)
+    """Whether a number measures the mismatch; without a correction every run keeps all tokens, at a weight of 1."""
+    return name in LIMITS and possible(name, value) and not (name in OF_CORRECTION and value == 1)
 
 
 def _of(curve: Curve, curves: Sequence[Curve]) -> str:

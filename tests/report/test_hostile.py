@@ -35,7 +35,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 GOOD = {
     "step": 1,
     "behavior_log_probs": [-0.5] * SIZE,
-    "proximal_log_probs": [-0.51] * SIZE,
+    "proximal_log_probs": [*[-0.51] * (SIZE - 1), -0.52],
     "tokens": list(range(SIZE)),
 }
 LINE = json.dumps(GOOD)
@@ -110,7 +110,7 @@ NOTHING: dict[str, Callable[[Path], object]] = {
     "an empty parquet": empty_parquet, "another parquet": other_parquet,
     "no parquet": text("run.parquet", "PAR1" + "x" * 99 + "PAR1"),
     **{f"curves of {values}": text("metrics.jsonl", f"{{{values}}}\n") for values in (
-        '"step": 1, "kl_k3": -5', '"step": 1, "kl_k3": NaN', '"step": 1, "kl_k3": "0.1"', '"step": 1, "loss": 2',
+        '"step": 1, "kl_k3": -5', '"step": 1, "kl_k3": NaN', '"step": 1, "kl_k3": "0,1"', '"step": 1, "loss": 2',
         '"step": true, "kl_k3": 0', '"step": 1e400, "kl_k3": 0', '"step": {"a": 1}, "kl_k3": 0',
         '"step": 1, "ess_ratio": 7',
     )},

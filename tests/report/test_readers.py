@@ -365,6 +365,8 @@ CUT = event(300, "train/mis_step/kl_k3", 0.5) + event(301, "train/mis_step/kl_k3
 OF_VERL = b'{"step": 1, "data": {"rollout_corr/k3_kl": 0.5}}\n{"step": 2, "data": {"rollout_corr/k3_kl": 0.25}}'
 OF_SWIFT = (b'{"rollout_correction/k3_kl": 0.5, "global_step/max_steps": "1/9"}\n'
             b'{"rollout_correction/k3_kl": 0.25, "iteration": "2/9"}')  # fmt: skip
+OF_TEXT = (b'{"step": 1, "kl_k3": "5e-1"}\n{"train/global_step": 2, "kl_k3": "0.25"}\n'
+           b'{"step": 3, "train/mis_k3_kl": "0,125"}')  # fmt: skip
 OFFLINE = b":W&B" + bytes(3) + wandb_record(1, 0.5) + wandb_record(2, 0.25)
 
 
@@ -378,6 +380,7 @@ CUT_OFF = "tensorboard is damaged after step 300: the end of the file is cut"
         ("run-a.wandb", OFFLINE, {1: 0.5, 2: 0.25}, ""),
         ("verl.jsonl", OF_VERL, {1: 0.5, 2: 0.25}, ""),
         ("logging.jsonl", OF_SWIFT, {1: 0.5, 2: 0.25}, ""),
+        ("text.jsonl", OF_TEXT, {1: 0.5, 2: 0.25}, "line 3: train/mis_k3_kl: got '0,125'; give a number"),
         ("events.out.tfevents.1.host", CUT, {300: 0.5}, CUT_OFF),
     ],
 )

@@ -441,7 +441,7 @@ CURVES = [  # of each file its rows, hosts log rollouts in rows of their own; le
     ([[{"kl_k3": 1e-4}, {"kl_k3": 5e-3}]], WATCH, "Since when: kl_k3 rose 50 times"),
     ([[{"kl_k3": -1e-8, "ess_ratio": 1 + 1e-7}]], CALM, "The curves end"),  # rounding
     ([[{"loss": 0.1}]], None, f"{NOTHING}no curve holds a number that measures it"),
-    ([[{"kept_fraction": 1.0}] * 9], None, f"{NOTHING}no curve holds a number that measures it"),
+    ([[{"ess": 1.0, "kept_fraction": 1.0}] * 9], None, f"{NOTHING}no curve holds a number that measures it"),
     ([[{"ratio_mean": 1.0}] * 9], CALM, "The curves end within their limits: ratio_mean.", "kl_k3 was read at no step"),
     ([[{"kl_k3": 0.0}] * 9], CALM, "The curves end", "kl_k3 is 0 at step 8. Both policies agree to rounding"),
     ([[*[{"kl_k3": 1e-3}] * 9, *[{"grad_norm": 1.0}] * 9]], WATCH,

@@ -50,7 +50,7 @@ from mis_plugins.report.verdict import (
 from mis_plugins.shared.budget import STEPS, RecordError
 
 ROOT = Path(__file__).parents[2]
-NEEDED = ("behavior_log_probs", "proximal_log_probs")
+NEEDED = BEHAVIOR, PROXIMAL = "behavior_log_probs", "proximal_log_probs"
 
 
 # Never calm about nothing.
@@ -113,8 +113,10 @@ def test_files_that_hold_the_same_steps_are_told(
     assert " and ".join(map(str, files)) in told["verdict"]["parts"]["Read as one run"]
     capsys.readouterr()
     main(["config", "suggest", str(tmp_path / "run")])
-    assert "# 2 files or folders hold the same steps, or tell none, as " in capsys.readouterr().out
+    assert f"# steps stand twice, or have no number, in {files[0]}" in capsys.readouterr().out
     assert "Read as one run" not in reported(files[0])[1]["verdict"]["parts"]
+    write_lines(files[0], [*BF16, *BF16[:64]])  # a run that starts anew, and goes on in one file
+    assert str(files[0]) in reported(files[0])[1]["verdict"]["parts"]["Read as one run"]
 
 
 @pytest.mark.parametrize("write", [write_miles, write_slime])
@@ -163,6 +165,12 @@ def test_a_correction_that_leaves_little_is_told_by_our_hooks_names(name: str, t
     rows = [row | {f"train/{name}": 0.02} for row in rows_of([1e-3] * 9, name="train/mis_k3_kl")]
     verdict = judged(tmp_path, rows)
     assert verdict["level"] == WATCH and "is 0.02, below 0.5, at step 8" in verdict["headline"]
+
+
+@pytest.mark.parametrize("levels", [(0.3, 1e-3), (1e-3, 0.3)])
+def test_of_two_names_of_one_number_the_one_beyond_its_limit_counts(levels: Sequence[float], tmp_path: Path) -> None:
+    row = dict(zip(("train/mis_step/kl_k3", "train/mis_k3_kl"), levels, strict=True))
+    assert judged(tmp_path, [row | {"step": step} for step in range(9)])["level"] == ALARM
 
 
 CALM_LOGS = {
@@ -714,6 +722,10 @@ KINDS = {
     "versions that are mixed": (lines, mixed(BF16, INT6), "stale-weights"),
     "a part of the response in another version": (lines, mixed(BF16, BF16), ""),
     "an age that adds less than its factor": (lines, mixed(BF16, coarser(BF16, 1.2)), ""),
+    "two first tokens of the next step, far apart": (
+        lines,
+        [*BF16, *(from_mapping({BEHAVIOR: [-1.0], PROXIMAL: [x]}, 8, "new") for x in (-1.4, -0.5))], "",
+    ),
     "versions of an engine that agrees to the bit": (
         lines, [replace(one, behavior_log_probs=one.proximal_log_probs) for one in mixed(BF16, BF16)], "",
     ),
@@ -848,7 +860,7 @@ def test_a_ranking_beats_readmes_row_beyond_its_interval_alone() -> None:
 
 # What an adversary's runs were told wrongly.
 
-INT5 = records(recorded("int5", 3))
+INT5, FP8 = records(recorded("int5", 3)), records(recorded("fp8", 3))
 TEMPERED = records(sampled(plants._temperature(drawn(7, "bf16"), 0.7)))
 MADE = records(sampled(drawn(8, "bf16")))
 TEMPERED_MADE = records(sampled(plants._temperature(drawn(8, "bf16"), 0.7)))
@@ -953,7 +965,6 @@ def of_likeliest(count: int) -> list[Record]:
 
 
 TEMPERED_AT = {at: sampled(plants._temperature(drawn(8, "bf16"), at)) for at in (0.8, 0.9)}
-BEHAVIOR, PROXIMAL = NEEDED
 TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "one bad step of sixteen": (lambda: at_steps({7}, 16), ["jump"]),
     "a bad first step": (lambda: at_steps({0}, 16), ["jump"]),
@@ -1046,6 +1057,16 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "the engine's zeros": (lambda: changed(BF16, BEHAVIOR, torch.zeros_like), ["placeholder"]),
     "the trainer's padding of 0": (lambda: changed(BF16, PROXIMAL, ended_in(0.0, 4)), ["placeholder"]),
     "the trainer's padding of -100": (lambda: changed(BF16, PROXIMAL, ended_in(-100.0)), ["placeholder"]),
+    "the engine's padding of -20 in few responses of each step": (
+        lambda: in_part(BF16, changed(BF16, BEHAVIOR, ended_in(-20.0, 1))), ["placeholder"]
+    ),
+    **{f"entropies in place of the trainer's log-probs, {where}": (
+        lambda rows=rows: changed(rows, PROXIMAL, lambda x: -0.1 * torch.arange(1, len(x) + 1).sin().square()),
+        ["different-tokens"],
+    ) for where, rows in (("recorded", BF16), ("made up", MADE))},
+    "copies of the engine's lists in seven responses of eight": (
+        lambda: in_part([replace(one, proximal_log_probs=one.behavior_log_probs) for one in FP8], FP8), []
+    ),
     "the engine's padding of -20": (lambda: changed(BF16, BEHAVIOR, ended_in(-20.0)), ["placeholder"]),
     "padding of -100 on both sides": (
         lambda: changed(changed(BF16, BEHAVIOR, ended_in(-100.0)), PROXIMAL, ended_in(-100.0)), ["placeholder"]
@@ -1111,10 +1132,12 @@ def test_a_file_is_read_once_and_what_was_read_twice_is_told(tmp_path: Path) -> 
         {"behavior_log_probs": torch.full((40,), -0.5).cumsum(0).tolist(), "proximal_log_probs": [-0.5] * 40},
         {"behavior_log_probs": [-0.5] * 3, "proximal_log_probs": [-0.5] * 3, "loss_mask": [1, 0.5, 1]},
         {"behavior_log_probs": [-0.5] * 3, "proximal_log_probs": [-0.5] * 3, "loss_mask": [1, -1, 1]},
+        {"behavior_log_probs": [-0.5] * 16, "proximal_log_probs": [-0.4] * 16},
+        {"behavior_log_probs": [-0.5], "proximal_log_probs": [-0.5], "versions": [4], "trainer_version": 3},
     ],
 )
 def test_what_is_no_log_prob_or_mask_is_refused(row: Mapping[str, Any]) -> None:
-    with pytest.raises(RecordError, match="running sum|other than 0 and 1"):
+    with pytest.raises(RecordError, match="running sum|other than 0 and 1|one number|no token is newer"):
         from_mapping(row, 0, "a")
 
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any, BinaryIO
 
 import yaml
 
-from mis_plugins.explain.limits import LIMITS
+from mis_plugins.explain.limits import LIMITS, Limits
 from mis_plugins.metrics.alarms import PREFIX
 from mis_plugins.report.readers.files import Curve, Problems, objects, parsed, size_of
 from mis_plugins.report.record import LONGEST_WORD, printed, step_of
@@ -26,7 +27,7 @@ from mis_plugins.shared.opened import Opened
 
 STEPS_OF_HOSTS = (
     "rollout", "step", "train/step", "rollout/step", "eval/step", "_step", "rollout_id", "global_step", "iteration",
-    "global_step/max_steps",
+    "train/global_step", "global_step/max_steps",
 )  # fmt: skip
 # What other packages call our metrics: by package, ours beside a name of theirs.
 PEERS: dict[str, dict[str, str]] = yaml.safe_load(
@@ -36,7 +37,6 @@ OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items
     "k3_kl": "kl_k3", "mis_kept_fraction": "kept_fraction", "mis_ess_mb": "ess",  # of our own hooks
 }  # fmt: skip
 BLOCK, HEADER = 32_768, 7  # of wandb's log, which has the layout of LevelDB's
-NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # as wandb writes such numbers
 FIXED = {1: 8, 5: 4}  # bytes of a protobuf field of a fixed size
 
 LONGEST_COUNT = 19  # digits
@@ -49,11 +49,6 @@ def our_name(name: str) -> str:
     """The name that our page gives a number; the name itself where the page has none."""
     bare = printed(name, LONGEST_WORD).removeprefix(PREFIX).removeprefix("mis_step/")
     return OURS.get(bare) or OURS.get(bare.removeprefix("train/")) or bare
-
-
-def run_of(path: Path, kind: str) -> Path | str:
-    """What the files of one run share: a restart writes another file of tensorboard, and wandb's run of one name."""
-    return {"tensorboard": path.parent, "wandb": path.name}.get(kind, path)
 
 
 def curve(paths: Sequence[Path], kind: str, problems: Problems) -> Curve:
@@ -70,7 +65,7 @@ def curve(paths: Sequence[Path], kind: str, problems: Problems) -> Curve:
 class Points:
     """The numbers of a run, by our names.
 
-    kept: the numbers of each step.
+    kept: the numbers of each step; of two names of one number the one that lies beyond its limit.
     replaced: as of a `Curve`.
     logged: of each step the names in the file of the numbers in `kept` that have a limit.
     order: the steps of `logged`, sorted.
@@ -90,7 +85,9 @@ class Points:
         if step not in self.logged:
             insort(self.order, step)
         self.logged[step] = self.logged.get(step, set()) | limited
-        kept.update({names[name]: x for name, x in row.items()})
+        for ours, x in ((names[name], x) for name, x in row.items()):
+            limits, held = LIMITS.get(ours, Limits()), kept.get(ours, x)
+            kept[ours] = x if limits.low <= held <= limits.high else held
 
     def _start_anew(self, step: int) -> None:
         """Move the numbers that have a limit of a step, and of all later ones, to `replaced`."""
@@ -122,18 +119,26 @@ def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:
     logged = mapping.get("data")  # verl's file of a run, whose writer has null for NaN
     if isinstance(logged, Mapping) and mapping.keys() <= {*STEPS_OF_HOSTS, "data"}:
         mapping = {name: "NaN" if x is None else x for name, x in logged.items()}
-    numbers = {name: float(x) for name, x in mapping.items() if _is_number(x) or x in NOT_FINITE}
-    return [(step_of(next(filter(_is_number, given), given[0])), numbers)] if given else []
+    if not given:
+        return []
+    numbers = {name: number for name, x in mapping.items() if (number := _float(name, x)) is not None}
+    return [(step_of(next((step for step in given if type(step) in (int, float)), given[0])), numbers)]
+
+
+def _float(name: str, value: Any) -> float | None:
+    """A number, which writers of JSON also write as text; None of another value, refused where the name has a limit."""
+    try:
+        return None if value is None or isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        if our_name(name) in LIMITS:
+            raise RecordError(f"{name}: got {shortened(value)}; give a number") from None
+        return None
 
 
 def _count(step: Any) -> Any:
     """The number of a step; ms-swift writes `3/100` for the third of a hundred steps."""
     count = step.partition("/")[0] if isinstance(step, str) else ""
     return int(count) if count.isdecimal() and len(count) < LONGEST_COUNT else step
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _jsonl(path: Path, problems: Problems) -> Iterator[Row]:

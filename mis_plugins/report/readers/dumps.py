@@ -58,7 +58,7 @@ def _kind(content: Any) -> tuple[str, str]:
     """
     if miles.is_train_dump(content):
         kind = "Miles"
-    elif host.has_samples(content):
+    elif isinstance(content, dict) and isinstance(content.get("samples"), list) and "rollout_id" in content:
         trained = "dp_shards" in content or any(
             "log_probs" in sample for sample in content["samples"] if isinstance(sample, dict)
         )

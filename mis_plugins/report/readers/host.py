@@ -34,11 +34,6 @@ READ = {*NAMES.values(), *BESIDE}
 Extra = Mapping[Any, Sequence[Mapping[str, Any]]]
 
 
-def has_samples(content: Any) -> bool:
-    """Whether a loaded file lists samples under the number of a rollout."""
-    return isinstance(content, dict) and isinstance(content.get("samples"), list) and "rollout_id" in content
-
-
 def rollout_id(content: Mapping[str, Any]) -> int:
     """The number of the rollout of a dump.
 

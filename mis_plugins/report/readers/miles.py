@@ -74,7 +74,9 @@ def is_train_dump(content: Any) -> bool:
 def records(ranks: Sequence[Mapping[str, Any]], label: str, extra: host.Extra, problems: Problems) -> Iterator[Record]:
     """Records of one rollout from the files of all its ranks."""
     held: dict[tuple[bytes | int, int], list[Held]] = defaultdict(list)
-    for number, rank in enumerate(_in_order(ranks, label, problems)):
+    read = (problems.read(partial(_read, rank), label, f"rank {shown(rank['rank'])}") for rank in ranks)
+    in_order = sorted((rank for rank in read if rank is not None), key=lambda rank: rank["rank"])
+    for number, rank in enumerate(in_order):
         digest = problems.read(partial(_digest, rank["rollout_data"]), label, f"rank {rank['rank']}")
         shard = digest or number  # each rank's samples are its own where no index tells
         counted = (rank["rollout_data"][name] for name in ("response_lengths", "tokens"))
@@ -97,13 +99,8 @@ def _record(parts: Sequence[Held], extra: host.Extra) -> Record:
     return host.record(sample, host.rollout_id(rank), index, extra, columns)
 
 
-def _in_order(ranks: Sequence[Mapping[str, Any]], label: str, problems: Problems) -> list[Mapping[str, Any]]:
-    """The files of all ranks by their number, each with the columns that are read; stacked columns are tensors."""
-    read = (problems.read(partial(_read, rank), label, f"rank {shown(rank['rank'])}") for rank in ranks)
-    return sorted((rank for rank in read if rank is not None), key=lambda rank: rank["rank"])
-
-
 def _read(rank: Mapping[str, Any]) -> dict[str, Any]:
+    """The file of a rank with the columns that are read; stacked columns are tensors."""
     columns = {name: tensor_of(rank["rollout_data"].get(name)) for name in (*PIECES, *WHOLE, *LISTED)}
     return {**rank, "rank": int(tensor_of(rank["rank"])), "rollout_data": columns, "columns": [*rank["rollout_data"]]}
 

@@ -49,8 +49,8 @@ class Found:
     def read_curves(self, problems: Problems) -> tuple[Curve, ...]:
         """Curves of all runs that hold a step."""
         runs: dict[tuple[str, Path | str], list[Path]] = defaultdict(list)
-        for path, kind in self.curves:
-            runs[kind, curves.run_of(path, kind)].append(path)
+        for path, kind in self.curves:  # a restart writes another file of tensorboard, and wandb's run of one name
+            runs[kind, {"tensorboard": path.parent, "wandb": path.name}.get(kind, path)].append(path)
         read = (curves.curve(paths, kind, problems) for (kind, _), paths in runs.items())
         return tuple(curve for curve in read if curve.values)
 
