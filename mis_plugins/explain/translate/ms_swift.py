@@ -40,7 +40,7 @@ TAUS, LOSS, LEVEL = ("tau_pos", "tau_neg"), "loss_type", "importance_sampling_le
 OWN = {"sapo": TAUS, "cispo": ()}
 """By values of `loss_type` that are surrogates here: the keys that they alone read."""
 KEYS = (MODE, THRESHOLD, DELTA, METRICS)
-FAMILIES = ("rollout_importance_sampling_", "off_policy_sequence_mask_")
+FAMILIES = ("rollout_importance", "off_policy")  # argparse takes shorter flags too
 KL_IN_REWARD, SCALE = "kl_in_reward", "scale_rewards"
 OF_KL = ("beta", KL_IN_REWARD, "advantage_estimator", SCALE)
 CLIPS = ("epsilon", "epsilon_high", "delta")

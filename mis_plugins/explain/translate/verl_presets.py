@@ -12,7 +12,7 @@ from typing import Any
 from mis_plugins.config.reading import suggest
 from mis_plugins.errors import ConfigError
 
-CALL = re.compile(r"\s*(?:\w+\.)*(?P<name>\w+)\s*(?P<arguments>\(.*\))?\s*", re.DOTALL)
+CALL = re.compile(r"\s*(?:\w+\.)*(?P<name>\w+)\s*(?P<arguments>\((?!\)\s*[({]).*\))?\s*", re.DOTALL)
 LONGEST_CALL = 500  # letters; Python's parser can end the process on what is far longer
 CONFIG, BY_DEFAULT = (
     "RolloutCorrectionConfig",

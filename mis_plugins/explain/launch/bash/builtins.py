@@ -113,14 +113,14 @@ class Builtins(Texts):
         beside = body.parent.children if body.parent else ()
         start = next((child for child in beside if child.type == "heredoc_start"), None)
         if start is not None and says(start)[:1] in "'\"\\":
-            return self.literal(says(body), body)
+            return _untabbed(self.literal(says(body), body), body)
         with self.now(variables=dict(self.variables)):  # of most commands, bash expands it in a process of its own
             text = self.mixed(body, body.start_byte, body.end_byte)
         for name, place in set_within(body):
             before = self.variables.get(name, ())
             if place.type != "expansion" or isinstance(before, list) or not known(before):
                 self.variables[name] = self.unknown(place)
-        return text
+        return _untabbed(text, body)
 
     def _assignment(self, node: Node) -> None:
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
@@ -238,10 +238,23 @@ class Builtins(Texts):
             self.positional = [self.unknown(node)] if fails else words[texts.index("--") + 1 :]
 
     def _shift(self, node: Node, words: list[Text]) -> None:
-        number = known(words[0]) if words else "1"
-        count = int(number) if number and number.isdigit() and len(number) < 8 else 1
-        unsure = [word for word in self.positional[:count] if not is_one(word)]
-        self.positional = [*unsure, *self.positional[count:]]
+        number, given = known(words[0]) if words else "1", self.positional
+        count = int(number) if number and number.isdigit() and len(number) < 8 else None
+        unsure = [word for word in given[:count] if not is_one(word)]
+        if count is None and given:
+            self.positional = [self.unknown(node)]
+        elif unsure or count and count <= len(given):  # bash shifts by no more than there are
+            self.positional = [*unsure, *given[count:]]
+
+
+def _untabbed(text: Text, body: Node) -> Text:
+    """The text of a heredoc, without the tabs before its lines where `<<-` begins it."""
+    if body.parent is None or body.parent.children[0].type != "<<-":
+        return text
+    return tuple(
+        replace(piece, text=re.sub(r"(\n)\t+" if place else r"(\A|\n)\t+", r"\1", piece.text)) if piece.text else piece
+        for place, piece in enumerate(text)
+    )
 
 
 def _formatted(words: Sequence[Text]) -> Text:
