@@ -55,15 +55,9 @@ UNSERVED = {
 }
 """Keys of the loss that nothing here reads: ms-swift's default, and what another value does."""
 OF_CLIP = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"), "importance_sampling_level": ("token",)}
-DEFAULT_THRESHOLD = 2.0
 BESIDE = {
-    "loss_type": {
-        "grpo": OVER_RESPONSES,
-        "bnpo": OVER_TOKENS,
-        "dapo": OVER_TOKENS,
-        "sapo": OVER_RESPONSES,
-        "cispo": OVER_TOKENS,
-    },
+    "loss_type": dict.fromkeys(("grpo", "sapo"), OVER_RESPONSES)
+    | dict.fromkeys(("bnpo", "dapo", "cispo"), OVER_TOKENS),
     "importance_sampling_level": {
         "token": "is what the hosts' policy loss does",
         "sequence": "is --advantage-estimator gspo of the hosts",
@@ -88,8 +82,6 @@ MODES = {
     "sequence_mask": ("token", "none"),
 }
 """By mode: level and bound of the weight; `sequence` is the geometric mean, `mask` sets the weight to 0."""
-AS_DOCUMENTED = ("geometric", "zero")
-"""`sequence_mask` by ms-swift's document: the geometric mean of a kept sequence weighs it, and not each ratio."""
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_documented: bool = False) -> Translation:
@@ -137,10 +129,10 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
 def _weighed(given: Mapping[str, Any], as_documented: bool) -> dict[str, Any]:
     if given.get(MODE) is None or _idle(given):
         return {}
-    upper = number(given.get(THRESHOLD, DEFAULT_THRESHOLD), THRESHOLD)
+    upper = number(given.get(THRESHOLD, 2.0), THRESHOLD)
     level, bound = MODES[choice(given[MODE], MODE, tuple(MODES))]
-    if as_documented:
-        level, bound = AS_DOCUMENTED
+    if as_documented:  # the geometric mean of a kept sequence weighs it, and not each ratio
+        level, bound = "geometric", "zero"
     if bound == "none":  # a rule over sequences bounds what it leaves whole
         return {"weight": {"level": level, "bound": bound}, "reject": [{"over": "mean", "upper": upper}]}
     lower = {"lower": 0.0} if bound == "zero" else {}

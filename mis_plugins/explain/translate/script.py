@@ -373,7 +373,6 @@ class Commands(Shell):
     others: trainers of the framework that it starts and that correct nothing.
     read: by number of the text, begin and end of the literals that a start is given.
     elsewhere: the paths of those literals that name a key of the framework, and set something else.
-    changed: the commands that may change a yaml, by its name or a pattern of names.
     """
 
     def __init__(self, dialect: Dialect, path: Path, reading: Reading):
@@ -385,7 +384,6 @@ class Commands(Shell):
         self.read: set[tuple[int, int, int]] = set()
         self.elsewhere: dict[tuple[int, int, int], str] = {}
         self.callers: list[int] = []
-        self.changed: dict[str, str] = {}
 
     def call(self, node: Node, words: list[Text]) -> None:
         line = self.lines(node)[0]
@@ -414,7 +412,6 @@ class Commands(Shell):
         given = [word_of(word) for word in words]
         if given and given[0].text.rpartition("/")[2] in (*LEAVES_FILES, *COPIES, *EDITS):
             self._other(node, words)
-            self._may_change(node, given)
             return
         if other := self.dialect.other(given):
             self.others.append(other)
@@ -432,13 +429,9 @@ class Commands(Shell):
     def _may_change(self, node: Node, given: Sequence[Word]) -> None:
         """Note the yamls that a command may change: those that its words or its code name, or any that `sed` finds."""
         whole = node.parent if node.parent is not None and node.parent.type == "redirected_statement" else node
-        program, *behind = [word.text.rpartition("/")[2] for word in given] or [""]
-        names = [match[1] for match in YAMLS.finditer(" ".join([says(whole), *behind])) if match[1]]
-        if program in (*LEAVES_FILES, *COPIES, *EDITS):  # which `_other` reads, but for patterns
-            names = [name for name in names if set(name) & set("*?[") and program not in LEAVES_FILES]
-        elif not set(behind).isdisjoint(EDITS):
-            names = ["*"]
-        self.changed |= dict.fromkeys(names, one_line(node))
+        behind = [word.text.rpartition("/")[2] for word in given[1:]]
+        names = [""] if set(EDITS) & set(behind) else filter(None, YAMLS.findall(" ".join([says(whole), *behind])))
+        self.reading.files |= {f"*{name}": hole(one_line(node)) for name in names}
 
     def _give(self, words: Sequence[Text]) -> None:
         """Note the literals that a start is given; a word that is no setting holds one behind a blank, or as a part."""
@@ -464,9 +457,8 @@ class Commands(Shell):
         unset = tuple(word for word in open_words if self._is_never_set(word))
         unread = tuple(dict.fromkeys(word for word in open_words if word not in unset))
         settings, file, folder = tuple(self.dialect.settings(given)), self.dialect.file(given), self.working_folder()
-        written = self.reading.files.get(from_start(folder, file.source), ()) if file else ()
-        changes = [by for name, by in self.changed.items() if file and fnmatch(os.path.basename(file.text), name)]
-        written = hole(changes[0]) if changes else written
+        name, files = from_start(folder, file.source) if file else "", reversed(self.reading.files.items())
+        written = next((text for key, text in files if name and fnmatch(name, key)), ())
         if file and _is_sure(file) and known(written) is not None:
             self.read |= {piece.at for piece in written if piece.at}
         return Start(tuple(self.callers), self.branch, settings, file, unset, unread, folder=folder, written=written)

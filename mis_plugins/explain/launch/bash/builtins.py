@@ -112,15 +112,14 @@ class Builtins(Texts):
     def _heredoc(self, body: Node) -> Text:
         beside = body.parent.children if body.parent else ()
         start = next((child for child in beside if child.type == "heredoc_start"), None)
-        if start is not None and says(start)[:1] in "'\"\\":
-            return _untabbed(self.literal(says(body), body), body)
+        is_plain = start is not None and says(start)[:1] in "'\"\\"
         with self.now(variables=dict(self.variables)):  # of most commands, bash expands it in a process of its own
-            text = self.mixed(body, body.start_byte, body.end_byte)
-        for name, place in set_within(body):
+            mixed = self.literal(says(body), body) if is_plain else self.mixed(body, body.start_byte, body.end_byte)
+        for name, place in () if is_plain else set_within(body):
             before = self.variables.get(name, ())
             if place.type != "expansion" or isinstance(before, list) or not known(before):
                 self.variables[name] = self.unknown(place)
-        return _untabbed(text, body)
+        return _untabbed(mixed) if beside and beside[0].type == "<<-" else mixed
 
     def _assignment(self, node: Node) -> None:
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
@@ -247,13 +246,12 @@ class Builtins(Texts):
             self.positional = [*unsure, *given[count:]]
 
 
-def _untabbed(text: Text, body: Node) -> Text:
-    """The text of a heredoc, without the tabs before its lines where `<<-` begins it."""
-    if body.parent is None or body.parent.children[0].type != "<<-":
-        return text
+def _untabbed(text: Text) -> Text:
+    """The text of a heredoc of `<<-`, without the tabs before its lines."""
+    begins = (r"(\n)\t+" if place else r"(\A|\n)\t+" for place in range(len(text)))
     return tuple(
-        replace(piece, text=re.sub(r"(\n)\t+" if place else r"(\A|\n)\t+", r"\1", piece.text)) if piece.text else piece
-        for place, piece in enumerate(text)
+        replace(piece, text=piece.text and re.sub(begin, r"\1", piece.text))
+        for piece, begin in zip(text, begins, strict=True)
     )
 
 
