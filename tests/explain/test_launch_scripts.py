@@ -190,6 +190,8 @@ GIVEN: list[tuple[ModuleType, str, Sequence[str], Asked, Expected]] = [
     *((verl, f'shift 2\n{TRAIN} {IS}rollout_is=token "$@"', (),
        Asked(arguments=(*words, f"{IS}rollout_is_threshold=3")), WeightConfig(upper=3.0)) for words in ((), "ab")),
     (verl, f'shift $N\n{TRAIN} {WEIGHT} "$@"', (), Asked(arguments=("a",)), r"would tell shift \$N \(line 2"),
+    *((verl, f'{loop}\n{TRAIN} {WEIGHT} "$@"', (), Asked(arguments=("a", f"{IS}rollout_is_threshold=3")),
+       r"would tell \$@ \(line 2") for loop in ("until [ $# -eq 0 ]; do shift; done", "while shift; do A=$1; done")),
     (verl, f"shopt -s nocasematch\nA=B\ncase $A in b) T=2 ;; *) T=3 ;; esac\n{TRAIN} {IS}rollout_is=token "
      f"{IS}rollout_is_threshold=$T", (), ASKED, "decides rollout_is_threshold: 2 .*if B is b"),
     (verl, f"train() {{\n  {TRAIN} {IS}rollout_is=$1\n}}\n(train token)", (), ASKED, WeightConfig(upper=2.0)),

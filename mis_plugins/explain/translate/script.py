@@ -418,7 +418,7 @@ class Commands(Shell):
             self._give(words)
             return
         script = _script_of(given, self.dialect)
-        self.scripts += [script] if script else []
+        self.scripts += [script] if script and script not in self.scripts else []
         paths = [path for path, _ in self.dialect.settings(given)]
         if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in no_values(given)):
             self.starts.append(replace(self._start(given), script=script))

@@ -235,7 +235,7 @@ class Shell(Commands):
             with self.now(is_sure_round=False):
                 self.fork(one_line(node), lambda: self.run(body), lambda: None)
             changed = [name for name, value in self.variables.items() if before.get(name) != value]
-            for name in changed if grammar.ends_early(body) else ():
+            for name in changed if grammar.ends_early(body) else {"@"}.intersection(changed):  # which rounds use up
                 is_array = isinstance(before.get(name), list) or isinstance(self.variables[name], list)
                 self.variables[name] = (
                     [maybe(f"${name}", self.lines(node))] if is_array else hole(f"${name}", self.lines(node))
