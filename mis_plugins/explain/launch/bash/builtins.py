@@ -248,10 +248,9 @@ class Builtins(Texts):
 
 def _untabbed(text: Text) -> Text:
     """The text of a heredoc of `<<-`, without the tabs before its lines."""
-    begins = (r"(\n)\t+" if place else r"(\A|\n)\t+" for place in range(len(text)))
     return tuple(
-        replace(piece, text=piece.text and re.sub(begin, r"\1", piece.text))
-        for piece, begin in zip(text, begins, strict=True)
+        replace(piece, text=piece.text and re.sub(r"(\n)\t+" if place else r"(\A|\n)\t+", r"\1", piece.text))
+        for place, piece in enumerate(text)
     )
 
 
