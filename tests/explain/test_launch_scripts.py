@@ -166,6 +166,7 @@ GIVEN: list[tuple[ModuleType, str, Sequence[str], Asked, Expected]] = [
         f"rollout_rs_threshold:0.99_1.01}}'",
         f"{TRAIN} {WEIGHT} {RULE} ${{WANDB:+trainer.logger=wandb}} ${{MORE[*]}}\npython -m verl.main_eval data.n=1",
         f"# {IS}rollout_is=sequence\necho '{IS}rollout_is=sequence'\n{TRAIN} {WEIGHT} {RULE} \"$@\"",
+        f": <<'OFF'\n{TRAIN} {IS}rollout_is=sequence\nOFF\nshift 2\n{TRAIN} {WEIGHT} {RULE}",
         f'USAGE="x"\nusage() {{\n  cat <<EOF\n{IS}rollout_is=MODE\nEOF\n}}\n{TRAIN} {WEIGHT} {RULE} $EXTRA',
     )),
     (verl, ARMS, (), ASKED,
@@ -185,6 +186,15 @@ GIVEN: list[tuple[ModuleType, str, Sequence[str], Asked, Expected]] = [
      WeightConfig(upper=3.0)),
     (verl, f"{TRAIN} $1 {IS}rollout_is=token", (), Asked(arguments=(f"{IS}rollout_is=sequence",)),
      WeightConfig(upper=2.0)),  # the last wins, as in Hydra
+    # where there are fewer, none is shifted
+    *((verl, f'shift 2\n{TRAIN} {IS}rollout_is=token "$@"', (),
+       Asked(arguments=(*words, f"{IS}rollout_is_threshold=3")), WeightConfig(upper=3.0)) for words in ((), "ab")),
+    (verl, f'shift $N\n{TRAIN} {WEIGHT} "$@"', (), Asked(arguments=("a",)), r"would tell shift \$N \(line 2"),
+    *((verl, f'{loop}\n{TRAIN} {WEIGHT} "$@"', (), Asked(arguments=("a", f"{IS}rollout_is_threshold=3")),
+       r"would tell \$@ \(line 2") for loop in ("until [ $# -eq 0 ]; do shift; done", "while shift; do A=$1; done")),
+    (verl, f"shopt -s nocasematch\nA=B\ncase $A in b) T=2 ;; *) T=3 ;; esac\n{TRAIN} {IS}rollout_is=token "
+     f"{IS}rollout_is_threshold=$T", (), ASKED, "decides rollout_is_threshold: 2 .*if B is b"),
+    (verl, f"train() {{\n  {TRAIN} {IS}rollout_is=$1\n}}\n(train token)", (), ASKED, WeightConfig(upper=2.0)),
     # branches are asked, and overrides win
     (ms_swift, BRANCHES, (), ASKED, "2 starts of ms-swift .*line 2, only if .*sequence_mask.*line 4, .*token_tru"),
     (ms_swift, BRANCHES, (f"{MODE}=token_mask", f"{THRESHOLD}=3"), ASKED, TOKEN_MASK),
@@ -325,7 +335,7 @@ def test_a_yaml_that_a_script_names_is_read_from_its_folder_or_one_above(
     (at / "swift.yaml").write_text(f"{MODE}: token_truncate\n{THRESHOLD}: 3\n")
     (at / "areal.yaml").write_text("actor: {use_decoupled_loss: true, rejection_sampling: {action: clamp, upper: 3}}")
     asked = Asked(tmp_path / started_in / "run.sh")
-    read = f"read too: {at / 'verl.yaml'}."
+    read = f"read too: {at / 'verl.yaml'}, as it is now."
     for script in (
         f"{HYDRA}=\"{folder}\" --config-name='verl' trainer.nnodes=1",
         f"DIR={folder}\n{TRAIN} -cp $DIR -cn verl.yaml algorithm.gamma=1",
@@ -353,8 +363,10 @@ def test_a_yaml_that_is_not_here_is_told_beside_what_the_command_says() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["cp b.yaml a.yaml", "sed -i s/token_mask/token_truncate/ a.yaml", "yq -i .beta=0 a.yaml", "mv b.yaml ./a.yaml"],
-)
+    ["cp b.yaml a.yaml", "sed -i s/token_mask/token_truncate/ a.yaml", "yq -i .beta=0 a.yaml", "mv b.yaml ./a.yaml",
+     "sed -i s/sk/s/ *.yaml", "find . -name 'a*' -exec sed -i s/mask/truncate/ {} +", "python edit.py ./a.yaml",
+     "python -c \"open('a.yaml', 'a').write('beta: 0')\"", "python - <<P\nopen('a.yaml', 'a').write('beta: 0')\nP"],
+)  # fmt: skip
 def test_a_yaml_that_the_script_changes_is_not_taken_for_read(line: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(f"{MODE}: token_mask")
     told = "yet there are settings in a.yaml, which the script writes or changes"
@@ -375,7 +387,10 @@ def test_a_yaml_is_read_from_the_folder_that_the_script_changes_to(tmp_path: Pat
     for folder, mode in ((tmp_path, "token_mask"), (tmp_path / "sub", "token_truncate")):
         folder.mkdir(exist_ok=True)
         (folder / "a.yaml").write_text(f"{MODE}: {mode}")
-    made = ms_swift.translate(f"cd sub\n{SWIFT} --config a.yaml", asked=Asked(tmp_path / "run.sh"))
+    made = ms_swift.translate(
+        f"cd sub\npython data.py --config a.yaml\ncp a.yaml out/\n{SWIFT} --config a.yaml",
+        asked=Asked(tmp_path / "run.sh"),
+    )
     assert made.mis["weight"]["bound"] == "truncate"
 
 
@@ -385,7 +400,8 @@ def test_trl_a_yaml_is_read_whatever_the_name_of_the_program(tmp_path: Path) -> 
     script = f"{servers}python sft.py --config b.yaml\naccelerate launch --config_file c.yaml train.py --config"
     for sign in " =":
         made = trl.translate(f"{script}{sign}a.yaml", ["beta=0"], asked=Asked(tmp_path / "run.sh"))
-        assert made.mis["weight"]["level"] == "token" and f"read too: {tmp_path / 'a.yaml'}." in made.notes
+        read = f"read too: {tmp_path / 'a.yaml'}, as it is now."
+        assert made.mis["weight"]["level"] == "token" and read in made.notes
 
 
 OF_VERL = (verl.translate, "algorithm: {rollout_correction: {rollout_is: token}}")
@@ -410,6 +426,8 @@ def test_a_yaml_that_the_script_writes_is_read() -> None:
     made = ms_swift.translate(script)
     assert made.config().weight == WeightConfig("token", "zero", 0.0, 2.0)
     assert "read too: /tmp/a.yaml, which the script writes." in made.notes
+    indented = script.replace("<<", "<<-").replace(MODE, f"\t\t{MODE}").replace("\nEOF", "\n\tEOF")
+    assert ms_swift.translate(indented).config() == made.config()
     with pytest.raises(ConfigError, match=f"{MODE}: token_truncate contradicts token_mask in the yaml"):
         ms_swift.translate(f"{script} --{MODE} token_truncate")
     with pytest.raises(ConfigError, match="2 starts of ms-swift .*line 4: .*the yaml /tmp/a.yaml; line 5: .* b.yaml"):

@@ -277,8 +277,7 @@ def _config(flag: Flag | None, reading: Reading, path: Path, folder: str) -> Giv
     if (written := reading.files.get(from_start(folder, word.source))) is not None:
         text = known(written)
         if text is None:
-            why = f"{word.source}: the script writes it, with parts that are not known"
-            return Given(word.source, None, why)
+            return Given(word.source, None, f"{word.source}: the script writes it, with parts that are not known")
         return _read(word.source, f"{INLINE}{base64.b64encode(text.encode()).decode()}")
     if not word.is_known:
         return Given(word.source, None, f"not known: {word.source} ({word.place})")

@@ -55,12 +55,8 @@ SOURCES = {
     "m2_threshold": (M2,),
 }
 DEFAULTS = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "upper": 5.0, "lower": None}
-CHOICES = {
-    "level": ("token", "sequence"),
-    "action": ("mask", "clamp"),
-    "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3"),
-    "agg": ("sum", "mean", "max"),
-}
+CHOICES = {"level": ("token", "sequence"), "action": ("mask", "clamp"), "agg": ("sum", "mean", "max"),
+           "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3")}  # fmt: skip
 OLD_CAP, OLD_MODE = "behave_imp_weight_cap", "behave_imp_weight_mode"  # of AReaL before rejection_sampling
 OLD_MODES = tuple(f"{level}_{action}" for level in CHOICES["level"] for action in ("mask", "truncate"))
 MOVED = (
@@ -74,10 +70,7 @@ KPOP = (
 CLIPS = ("actor.eps_clip", "actor.eps_clip_higher", "actor.c_clip")
 UNSERVED: dict[str, tuple[Any, str]] = {
     "prox_logp_method": ("recompute", "pi_old is always recomputed here; mis.segment_wise.method is about pi_{v+1}."),
-    "importance_sampling_level": (
-        "token",
-        "the ratio of the clip, here --advantage-estimator gspo or mis.objective.ratio.",
-    ),
+    "importance_sampling_level": ("token", "the clip's ratio, here --advantage-estimator gspo or mis.objective.ratio."),
 }
 """Keys of `actor:` that nothing here reads: AReaL's default, and what to know of another value."""
 

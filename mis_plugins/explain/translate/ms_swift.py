@@ -40,7 +40,7 @@ TAUS, LOSS, LEVEL = ("tau_pos", "tau_neg"), "loss_type", "importance_sampling_le
 OWN = {"sapo": TAUS, "cispo": ()}
 """By values of `loss_type` that are surrogates here: the keys that they alone read."""
 KEYS = (MODE, THRESHOLD, DELTA, METRICS)
-FAMILIES = ("rollout_importance_sampling_", "off_policy_sequence_mask_")
+FAMILIES = ("rollout_importance", "off_policy")  # argparse takes shorter flags too
 KL_IN_REWARD, SCALE = "kl_in_reward", "scale_rewards"
 OF_KL = ("beta", KL_IN_REWARD, "advantage_estimator", SCALE)
 CLIPS = ("epsilon", "epsilon_high", "delta")
@@ -55,15 +55,9 @@ UNSERVED = {
 }
 """Keys of the loss that nothing here reads: ms-swift's default, and what another value does."""
 OF_CLIP = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"), "importance_sampling_level": ("token",)}
-DEFAULT_THRESHOLD = 2.0
 BESIDE = {
-    "loss_type": {
-        "grpo": OVER_RESPONSES,
-        "bnpo": OVER_TOKENS,
-        "dapo": OVER_TOKENS,
-        "sapo": OVER_RESPONSES,
-        "cispo": OVER_TOKENS,
-    },
+    "loss_type": dict.fromkeys(("grpo", "sapo"), OVER_RESPONSES)
+    | dict.fromkeys(("bnpo", "dapo", "cispo"), OVER_TOKENS),
     "importance_sampling_level": {
         "token": "is what the hosts' policy loss does",
         "sequence": "is --advantage-estimator gspo of the hosts",
@@ -88,8 +82,6 @@ MODES = {
     "sequence_mask": ("token", "none"),
 }
 """By mode: level and bound of the weight; `sequence` is the geometric mean, `mask` sets the weight to 0."""
-AS_DOCUMENTED = ("geometric", "zero")
-"""`sequence_mask` by ms-swift's document: the geometric mean of a kept sequence weighs it, and not each ratio."""
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_documented: bool = False) -> Translation:
@@ -137,10 +129,10 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
 def _weighed(given: Mapping[str, Any], as_documented: bool) -> dict[str, Any]:
     if given.get(MODE) is None or _idle(given):
         return {}
-    upper = number(given.get(THRESHOLD, DEFAULT_THRESHOLD), THRESHOLD)
+    upper = number(given.get(THRESHOLD, 2.0), THRESHOLD)
     level, bound = MODES[choice(given[MODE], MODE, tuple(MODES))]
-    if as_documented:
-        level, bound = AS_DOCUMENTED
+    if as_documented:  # the geometric mean of a kept sequence weighs it, and not each ratio
+        level, bound = "geometric", "zero"
     if bound == "none":  # a rule over sequences bounds what it leaves whole
         return {"weight": {"level": level, "bound": bound}, "reject": [{"over": "mean", "upper": upper}]}
     lower = {"lower": 0.0} if bound == "zero" else {}

@@ -34,11 +34,9 @@ NAMED = re.compile(r"@\s*(\S+\.toml)\b")  # `rl @ FILE`, in a launch script
 OF_TRAINER = re.compile(r"--trainer[ =]@\s*(\S+\.toml)\b")
 CAP = 1e9  # above every ratio of the hooks: prime-rl bounds none
 SOURCES = {"objective.surrogate": ("type",), "objective.kl_tau": ("kl_tau",)}
-STALE = "max_off_policy_steps"
-ROUTES = "enable_router_replay"
 BESIDE = {
-    STALE: "bounds the age of a rollout, not the loss; Miles and slime have bounds of their own (docs/async.md).",
-    ROUTES: "replays the engine's routes: --use-rollout-routing-replay of the hosts.",
+    "max_off_policy_steps": "bounds the age of a rollout, not the loss; the hosts have their own (docs/async.md).",
+    "enable_router_replay": "replays the engine's routes: --use-rollout-routing-replay of the hosts.",
 }
 """Keys beside the loss that bear on the mismatch, and what to know of them here."""
 FIXED = {

@@ -11,6 +11,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from mis_plugins.config.file import text_of
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.bash.builtins import PRINTS
 from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, LEAVES_FILES, SHELLS
-from mis_plugins.explain.launch.bash.grammar import one_line, parts_of
+from mis_plugins.explain.launch.bash.grammar import one_line, parts_of, says
 from mis_plugins.explain.launch.bash.shell import DECLARES, RUN, Shell
 from mis_plugins.explain.launch.reader import Reading, from_start
 from mis_plugins.explain.launch.words import HOLE, Text, Word, flags_of, hole, known, word_of
@@ -31,6 +32,8 @@ Value = Word | None  # of a flag that stands alone
 LOCATED = (".sh", ".log", ".txt", ".py", ".yaml", ".yml", ".json", ".jsonl", ".md", ".out", ".err")
 ENDS_A_PATH = (b"", b" ", b"\n", b"/", b"'", b'"', b")", b";")
 SUBSTITUTIONS = ("command_substitution", "process_substitution")
+# The names of files in a command, but for those behind a flag, which are read.
+YAMLS = re.compile(r"--[\w-]+[= ]\S+|([^\s/'\"=()]+\.(?:ya?ml|json))\b")
 
 
 @dataclass(frozen=True)
@@ -415,11 +418,20 @@ class Commands(Shell):
             self._give(words)
             return
         script = _script_of(given, self.dialect)
-        self.scripts += [script] if script else []
+        self.scripts += [script] if script and script not in self.scripts else []
         paths = [path for path, _ in self.dialect.settings(given)]
         if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in no_values(given)):
             self.starts.append(replace(self._start(given), script=script))
             self._give(words)
+        else:
+            self._may_change(node, given)
+
+    def _may_change(self, node: Node, given: Sequence[Word]) -> None:
+        """Note the yamls that a command may change: those that its words or its code name, or any that `sed` finds."""
+        whole = node.parent if node.parent is not None and node.parent.type == "redirected_statement" else node
+        behind = [word.text.rpartition("/")[2] for word in given[1:]]
+        names = [""] if set(EDITS) & set(behind) else filter(None, YAMLS.findall(" ".join([says(whole), *behind])))
+        self.reading.files |= {f"*{name}": hole(one_line(node)) for name in names}
 
     def _give(self, words: Sequence[Text]) -> None:
         """Note the literals that a start is given; a word that is no setting holds one behind a blank, or as a part."""
@@ -445,7 +457,8 @@ class Commands(Shell):
         unset = tuple(word for word in open_words if self._is_never_set(word))
         unread = tuple(dict.fromkeys(word for word in open_words if word not in unset))
         settings, file, folder = tuple(self.dialect.settings(given)), self.dialect.file(given), self.working_folder()
-        written = self.reading.files.get(from_start(folder, file.source), ()) if file else ()
+        name, files = from_start(folder, file.source) if file else "", reversed(self.reading.files.items())
+        written = next((text for key, text in files if name and fnmatch(name, key)), ())
         if file and _is_sure(file) and known(written) is not None:
             self.read |= {piece.at for piece in written if piece.at}
         return Start(tuple(self.callers), self.branch, settings, file, unset, unread, folder=folder, written=written)
@@ -466,7 +479,7 @@ class Commands(Shell):
             here = self.path.resolve().parent
             above = (here / start.folder, here, *here.parents)
             file = next((path for root in above if os.path.isfile(path := root / name)), None)
-            text, where = (text_of(file), str(file)) if file else (None, "")
+            text, where = (text_of(file), f"{file}, as it is now") if file else (None, "")
         if text is None:
             why = "which the script writes or changes" if start.written else "a yaml that is not here"
             lost = f"settings in {word.source}{_branch(word.branch)}, {why}"
@@ -640,7 +653,10 @@ def _is_harmless(chain: Sequence[Node]) -> bool:
     if next(parts_of(outer, "pipeline"), None):
         return False
     files = [one_line(child) for child in parts_of(outer, "file_redirect")]
-    return one_line(outer).split(" ")[0] in PRINTS and all(">&" in file or "/dev/" in file for file in files)
+    is_idle = "heredoc_body" in kinds and re.match(r":? *<<", one_line(outer))  # a comment over some lines
+    return (is_idle or one_line(outer).split(" ")[0] in PRINTS) and all(
+        ">&" in file or "/dev/" in file for file in files
+    )
 
 
 def _place(number: int, chain: Sequence[Node]) -> str:

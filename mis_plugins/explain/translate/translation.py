@@ -99,6 +99,7 @@ class _Loader(StrictLoader):
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.number)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.number)
+yaml.SafeDumper.add_multi_representer(str, yaml.SafeDumper.represent_str)  # of `Unquoted` and `Open`
 
 
 def load(text: str) -> Any:
@@ -151,7 +152,7 @@ def _is_set(value: Any) -> bool:
 
 def as_written(value: Any) -> str:
     """A value as the user wrote it, or nearly; a long one by its beginning."""
-    return cut(writing.flow(str(value) if isinstance(value, str) else value), LONGEST_VALUE)
+    return cut(writing.flow(value), LONGEST_VALUE)
 
 
 def listed(names: Sequence[object]) -> str:

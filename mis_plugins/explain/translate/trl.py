@@ -43,7 +43,7 @@ USE_VLLM, CORRECTION, MODE = "use_vllm", f"{FAMILY}correction", f"{FAMILY}mode"
 CLIP_MAX, CLIP_MIN, CAP = f"{FAMILY}clip_max", f"{FAMILY}clip_min", f"{FAMILY}cap"
 DELTA, UNBIASED = "off_policy_mask_threshold", "use_bias_correction_kl"
 KEYS = (USE_VLLM, CORRECTION, MODE, CLIP_MAX, CLIP_MIN, CAP, DELTA)
-FAMILIES = (FAMILY, f"no_{FAMILY}", "off_policy_mask_")
+FAMILIES = ("vllm_importance", "no_vllm_importance", "off_policy")  # argparse takes shorter flags too
 OF_LOSS = ("beta", UNBIASED, "loss_type", "importance_sampling_level")
 CLIPS = ("epsilon", "epsilon_high", "delta")
 DEFAULTS: dict[str, Any] = {CORRECTION: True, MODE: "sequence_mask", CLIP_MAX: 3.0}
@@ -61,12 +61,10 @@ OWN = {
 OWN_KEYS = tuple(key for keys in OWN.values() for key in keys.values())
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", *OWN)
 LEVELS = ("token", "sequence")
-CONFIG, GMPO = "GRPOConfig", "GMPOConfig"
-OF_GMPO = GMPO
-"""The `loss_type` that a call of GMPOConfig stands for; TRL's own `loss_type` does nothing there."""
+CONFIG, GMPO = "GRPOConfig", "GMPOConfig"  # the second is a `loss_type` here, as TRL's own does nothing there
 NO_BOUND = 1e9  # above every ratio of the hooks, which is at most e^20
 AVERAGES = {
-    **dict.fromkeys(("grpo", "sapo", OF_GMPO), OVER_RESPONSES),
+    **dict.fromkeys(("grpo", "sapo", GMPO), OVER_RESPONSES),
     **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), OVER_TOKENS),
     "dr_grpo": "divides by max_completion_length, which no flag of the hosts does; their average stays",
     "luspo": "multiplies each sequence by its length, which no flag of the hosts does; their average stays",
@@ -112,7 +110,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         if key.startswith(FAMILIES) and key not in KEYS:
             raise ConfigError(f"{cut(key)}: no key of TRL's; known are {', '.join(KEYS)}")
     given = {key: _nothing(keys[key]) for key in READ if key in keys}
-    if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, OF_GMPO):
+    if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, GMPO):
         source.prove_nothing()
         raise ConfigError(
             f"nothing to translate: none of {', '.join(KEYS)} in it; TRL corrects by default with {USE_VLLM}: true, so "
@@ -139,7 +137,7 @@ def _has_engine(given: Mapping[str, Any]) -> bool:
 
 
 def _is_gmpo(given: Mapping[str, Any]) -> bool:
-    return given.get("loss_type") == OF_GMPO
+    return given.get("loss_type") == GMPO
 
 
 def _weight(given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -295,7 +293,7 @@ def _of_call(text: str, behind: set[str]) -> Said:
         )
     keys = {word.arg: _literal(word.value, str(source(word.value))) for word in call.keywords if word.arg}
     notes = (f"not read: {listed(more)}; keys in it that count go behind the file, all of them.",) if more else ()
-    return Said(keys | ({"loss_type": OF_GMPO} if config == GMPO else {}), notes=notes)
+    return Said(keys | ({"loss_type": GMPO} if config == GMPO else {}), notes=notes)
 
 
 def _keys_in(nodes: Sequence[ast.AST], call: ast.Call) -> Iterator[tuple[int, str]]:

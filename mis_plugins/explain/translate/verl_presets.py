@@ -12,20 +12,12 @@ from typing import Any
 from mis_plugins.config.reading import suggest
 from mis_plugins.errors import ConfigError
 
-CALL = re.compile(r"\s*(?:\w+\.)*(?P<name>\w+)\s*(?P<arguments>\(.*\))?\s*", re.DOTALL)
+CALL = re.compile(r"\s*(?:\w+\.)*(?P<name>\w+)\s*(?P<arguments>\((?!\)\s*[({]).*\))?\s*", re.DOTALL)
 LONGEST_CALL = 500  # letters; Python's parser can end the process on what is far longer
-CONFIG, BY_DEFAULT = (
-    "RolloutCorrectionConfig",
-    {
-        "rollout_is": "sequence",
-        "rollout_is_threshold": 2.0,
-        "rollout_is_batch_normalize": False,
-        "rollout_rs": None,
-        "rollout_rs_threshold": None,
-        "bypass_mode": False,
-        "loss_type": "ppo_clip",
-    },
-)
+CONFIG = "RolloutCorrectionConfig"
+BY_DEFAULT = {"rollout_is": "sequence", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False,
+              "rollout_rs": None, "rollout_rs_threshold": None, "bypass_mode": False,
+              "loss_type": "ppo_clip"}  # fmt: skip
 """The class of the presets, and its own defaults, which weigh sequences; verl's yaml has `rollout_is: null`."""
 RULES = {"seq_sum_k1": "0.5_2.0", "seq_mean_k1": "0.999_1.001", "seq_mean_k3": 0.01}  # default thresholds
 NOTE = (

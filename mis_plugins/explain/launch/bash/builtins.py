@@ -112,15 +112,14 @@ class Builtins(Texts):
     def _heredoc(self, body: Node) -> Text:
         beside = body.parent.children if body.parent else ()
         start = next((child for child in beside if child.type == "heredoc_start"), None)
-        if start is not None and says(start)[:1] in "'\"\\":
-            return self.literal(says(body), body)
+        is_plain = start is not None and says(start)[:1] in "'\"\\"
         with self.now(variables=dict(self.variables)):  # of most commands, bash expands it in a process of its own
-            text = self.mixed(body, body.start_byte, body.end_byte)
-        for name, place in set_within(body):
+            mixed = self.literal(says(body), body) if is_plain else self.mixed(body, body.start_byte, body.end_byte)
+        for name, place in () if is_plain else set_within(body):
             before = self.variables.get(name, ())
             if place.type != "expansion" or isinstance(before, list) or not known(before):
                 self.variables[name] = self.unknown(place)
-        return text
+        return _untabbed(mixed) if beside and beside[0].type == "<<-" else mixed
 
     def _assignment(self, node: Node) -> None:
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
@@ -239,10 +238,21 @@ class Builtins(Texts):
             self.positional = [self.unknown(node)] if fails else words[texts.index("--") + 1 :]
 
     def _shift(self, node: Node, words: list[Text]) -> None:
-        number = known(words[0]) if words else "1"
-        count = int(number) if number and number.isdigit() and len(number) < 8 else 1
-        unsure = [word for word in self.positional[:count] if not is_one(word)]
-        self.positional = [*unsure, *self.positional[count:]]
+        number, given = known(words[0]) if words else "1", self.positional
+        count = int(number) if number and number.isdigit() and len(number) < 8 else None
+        unsure = [word for word in given[:count] if not is_one(word)]
+        if count is None and given:
+            self.positional = [self.unknown(node)]
+        elif unsure or count and count <= len(given):  # bash shifts by no more than there are
+            self.positional = [*unsure, *given[count:]]
+
+
+def _untabbed(text: Text) -> Text:
+    """The text of a heredoc of `<<-`, without the tabs before its lines."""
+    return tuple(
+        replace(piece, text=piece.text and re.sub(r"(\n)\t+" if place else r"(\A|\n)\t+", r"\1", piece.text))
+        for place, piece in enumerate(text)
+    )
 
 
 def _formatted(words: Sequence[Text]) -> Text:

@@ -11,7 +11,7 @@ from pathlib import Path
 from mis_plugins.config.file import text_of
 from mis_plugins.explain.launch.bash.builtins import FILLS, NAMES_TRAIN, PRINTS, Builtins, pair
 from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, Node, one_line, parsed, says
-from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LAST_PIPE, LEFT, PUSHED, Value, depends
+from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LEFT, PUSHED, Value, depends
 from mis_plugins.explain.launch.reader import HERE, PACKAGES, SCRIPTS, Ended, Launch, Returned, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, literal, shown, spaced, word_of
 
@@ -200,10 +200,9 @@ class Commands(Builtins):
         self._within(words[1:] or self.positional, len(self.texts), lambda: self.run_text(text))
 
     def _shopt(self, node: Node, words: list[Text]) -> None:
-        """`lastpipe`, by which the last part of a pipeline sets variables, and options that change what words mean."""
+        """Keep options, as `lastpipe`, and tell of those that change what words mean."""
         options = set(map(known, words))
-        if "lastpipe" in options:
-            self.variables[LAST_PIPE] = () if "-u" in options else EXPORTED
+        self.variables |= {f"-O {option}": () if "-u" in options else EXPORTED for option in options}
         if "-s" in options and options & CHANGES_WORDS:
             Builtins.unread(self, node, "which words and patterns fit from here on is not known")
 

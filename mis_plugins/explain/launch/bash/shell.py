@@ -23,7 +23,7 @@ from mis_plugins.explain.launch.bash.grammar import (
     parts_of,
     says,
 )
-from mis_plugins.explain.launch.bash.texts import EXPORTED, LAST_PIPE, TEXT, depends, is_one, maybe
+from mis_plugins.explain.launch.bash.texts import EXPORTED, TEXT, depends, is_one, maybe
 from mis_plugins.explain.launch.reader import Clause, all_of, any_of
 from mis_plugins.explain.launch.words import HOLE, hole, known, literal, shown
 
@@ -60,7 +60,7 @@ class Shell(Commands):
         is_last = node.parent is not None and node.parent.type == "pipeline" and node.next_named_sibling is None
         if node.type == "ERROR":
             self.unread(node, "no bash that the parser knows")
-        elif node.type in RUN and grammar.is_apart(node) and not (is_last and self.variables.get(LAST_PIPE)):
+        elif node.type in RUN and grammar.is_apart(node) and not (is_last and self.variables.get("-O lastpipe")):
             with self.now(variables=dict(self.variables)):
                 self.attempt(lambda: self._read(node))
         else:
@@ -202,8 +202,10 @@ class Shell(Commands):
         if node.type == "concatenation":
             return "".join(map(self._pattern, node.children))
         pattern = known(self.text(node)) if node.type in (*QUOTED, *EXPANSIONS) else says(node)
+        if pattern is None or self.variables.get("-O nocasematch") and pattern.swapcase() != pattern:
+            return HOLE
         if node.type in QUOTED:
-            return HOLE if pattern is None else glob.escape(pattern)
+            return glob.escape(pattern)
         pattern = re.sub(r"\\(.)", lambda match: glob.escape(match[1]), pattern or HOLE)
         return HOLE if OTHER_PATTERN.search(pattern) else pattern
 
@@ -233,7 +235,7 @@ class Shell(Commands):
             with self.now(is_sure_round=False):
                 self.fork(one_line(node), lambda: self.run(body), lambda: None)
             changed = [name for name, value in self.variables.items() if before.get(name) != value]
-            for name in changed if grammar.ends_early(body) else ():
+            for name in changed if grammar.ends_early(body) else {"@"}.intersection(changed):  # which rounds use up
                 is_array = isinstance(before.get(name), list) or isinstance(self.variables[name], list)
                 self.variables[name] = (
                     [maybe(f"${name}", self.lines(node))] if is_array else hole(f"${name}", self.lines(node))

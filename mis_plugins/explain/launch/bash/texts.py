@@ -15,7 +15,7 @@ from mis_plugins.explain.launch.bash.grammar import EXPANSIONS, QUOTED, Node, bl
 from mis_plugins.explain.launch.reader import Reader, Reading
 from mis_plugins.explain.launch.words import Lines, Piece, Text, fields, hole, known, literal, shown, spaced, under
 
-EXPORTED, FOLDER, LEFT, PUSHED, LAST_PIPE = literal("x"), "~+", "~-", "~0", "-p"
+EXPORTED, FOLDER, LEFT, PUSHED = literal("x"), "~+", "~-", "~0"
 Value = Text | list[Text]  # of a variable, of an array
 # A home in a word, and a variable of the shell, or a command in backticks, that the parser leaves within a word.
 EXPANDED = re.compile(r"(?:^(?:[A-Za-z_]\w*=)?|:)~(?:[\w+-]*(?:[/:]|$)|[\w.+-]*/)|(?<!\\)(?:\$[@*#?!$-]|`)")
@@ -37,8 +37,8 @@ class Texts(Reader):
 
     texts: the script, and every text that it sources or evaluates; `source` numbers the one that is read, the script 0.
     variables: by name; "@" are the arguments, `FOLDER` is where `cd` leads to and `LEFT` whence, `PUSHED` what `pushd`
-        keeps, "-x NAME" says that a variable or function is exported, "-a" that all that are set are, and `LAST_PIPE`
-        that `shopt -s lastpipe` is.
+        keeps, "-x NAME" says that a variable or function is exported, "-a" that all that are set are, and "-O NAME"
+        that the option NAME of `shopt` is on.
     locals: what the variables that a function declares as its own were before; None outside functions.
     held: what variables become behind the functions, and the commands with assignments in front, that are read.
     returned: of a branch, the variables with which it returns.
