@@ -76,7 +76,14 @@ def _lines(mapping: Mapping[str, Any], comments: Mapping[str, str], path: str, i
             yield f"{indent}{key}: {flow(value)}", comment
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes text of a class of its own, as the translators have, as text; PyYAML's own dumper refuses it."""
+
+
+_Dumper.add_multi_representer(str, yaml.SafeDumper.represent_str)
+
+
 def flow(value: Any) -> str:
     """A value as YAML in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=10_000)
     return text.removesuffix("...\n").strip()

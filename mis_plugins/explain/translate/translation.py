@@ -99,7 +99,6 @@ class _Loader(StrictLoader):
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.number)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.number)
-yaml.SafeDumper.add_multi_representer(str, yaml.SafeDumper.represent_str)  # of `Unquoted` and `Open`
 
 
 def load(text: str) -> Any:
