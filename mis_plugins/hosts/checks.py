@@ -14,6 +14,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, view
 from mis_plugins.errors import ConfigError, warn_once
+from mis_plugins.hosts import megatron
 from mis_plugins.hosts.host import LOSS_HOOK, Host, whole_number
 
 Hook = Literal["file", "command", "tis", "loss", "watch", "routes"]
@@ -246,6 +247,14 @@ OBJECTIVES = (
         "two switches",
         lambda given: given.has("use_tis") and given.has("get_mismatch_metrics"),
         "--get-mismatch-metrics and --use-tis are both set: the loss is corrected",
+        "warn",
+    ),
+    Check(
+        ("tis",),
+        "groups not told",
+        lambda given: given.scope == "data_parallel" and given.host.told_by == "nothing" and megatron.untold(),
+        "{weight.normalize.scope}: data_parallel averages over this process alone, unless the hook is handed "
+        "parallel_state: nothing tells the groups of these processes; register the host (docs/hosts.md)",
         "warn",
     ),
     Check(("tis", "loss"), "idle rule", lambda given: reading.idle_rule(given.args), severity="warn"),

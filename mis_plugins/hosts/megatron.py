@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from mis_plugins.hosts.needs import Needs
 
 
-def is_initialized() -> bool:
-    """Whether Megatron has made its groups in this process."""
-    return _mpu() is not None
+def untold() -> bool:
+    """Whether this is one of several processes, and Megatron has made no groups of them."""
+    distributed = sys.modules.get("torch.distributed")
+    several = distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
+    return several and _mpu() is None
 
 
 def parallel() -> Parallel:

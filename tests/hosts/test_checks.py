@@ -253,6 +253,7 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
     ("flags of another objective", "command", {"advantage_estimator": "gspo"}, {"objective": {"surrogate": "sapo"}},
      "miles", ""),
     ("flags of another objective", "file", {"use_opsm": True}, OPSM, "slime", ""),
+    ("groups not told", "tis", {}, {"weight": {"normalize": {"scope": "data_parallel"}}}, "unknown", "miles"),
     ("scope without rollout batch", "command", {}, ROLLOUT_MEAN, "unknown", "miles"),
     ("versions unknown", "command", {}, {"segment_wise": {"enabled": True}}, "unknown", "miles"),
     *(("versions not carried", "command", {**CARRIED, flag: True}, mis, host, "fsdp") for host in MEGATRON
@@ -299,8 +300,11 @@ def names(hook: checks.Hook, args: dict[str, Any], mis: dict[str, Any], host: st
 
 
 @pytest.mark.parametrize(("name", "hook", "args", "mis", "host", "safe"), HELD)
-def test_a_check_holds(name: str, hook: checks.Hook, args: dict[str, Any], mis: dict[str, Any], host: str, safe: str):
+def test_a_check_holds(name: str, hook: checks.Hook, args: dict[str, Any], mis: dict[str, Any], host: str, safe: str,
+                       monkeypatch: pytest.MonkeyPatch):  # fmt: skip
     """Where it shall, and neither on a host that serves the settings nor without the arguments that it names."""
+    for function, answer in (("is_initialized", True), ("get_world_size", 2)):  # processes without Megatron's groups
+        monkeypatch.setattr(torch.distributed, function, lambda answer=answer: answer)
     assert name in names(hook, args, mis, host)
     assert not safe or name not in names(hook, args, mis, safe)
     assert not args or name not in names(hook, {}, mis, host)

@@ -18,7 +18,6 @@ from tolerances import EPS, normalized_rtol
 
 from mis_plugins import mis
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.registry import every_host
 from mis_plugins.hosts.step_report import Recorder
 
 CONFIG = {
@@ -270,17 +269,6 @@ def test_lists_of_weights_are_zero_outside_the_mask(level: str):
 def test_no_warning_in_a_plain_run(warnings: Callable[[], list[str]]):
     run(ratio_batch([[0.5, 3.0], [1.2]]), CONFIG)
     assert warnings() == []
-
-
-def test_processes_whose_groups_nobody_tells_are_told_once(warnings: Callable[[], list[str]], monkeypatch):
-    """Two processes without Megatron, in a host that is not known: each takes its own batch for the whole."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    settings = host_args(mis={"weight": {"normalize": {"scope": "data_parallel"}}})
-    monkeypatch.setattr(mis, "current", lambda *_: every_host()["unknown"])
-    for _ in range(2):
-        mis.compute_mis_weights_with_cp(settings, **ratio_batch([[0.5, 3.0], [1.2]]).hook_kwargs())
-    assert [text[:16] for text in warnings()] == ["2 processes run,"]
 
 
 # --------------------------------------------------------------------------------------------------------- gradient

@@ -6,7 +6,7 @@ from typing import Any
 
 from mis_plugins.errors import InputError, warn_once
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.host import Host, Parallel
+from mis_plugins.hosts.host import Host
 
 NOTICE = (
     "No host that mis_plugins knows runs in this process: process groups are Megatron's own where it is initialized, "
@@ -16,19 +16,6 @@ NO_LOSS = (
     "mis_plugins.mis.policy_loss: no host that mis_plugins knows runs in this process, so nothing says how it scores "
     "tokens; docs/hosts.md says how to register a host"
 )
-ALONE = (
-    "{} processes run, and no host that mis_plugins knows tells their groups: each process averages over its own batch "
-    "alone, with scope: data_parallel too; hand parallel_state to the hook, or register the host (docs/hosts.md)"
-)
-
-
-def parallel() -> Parallel:
-    """Megatron's groups; without Megatron one process, which says once where there are more."""
-    import torch.distributed as dist  # `config check` reads this record and needs no torch
-
-    if dist.is_initialized() and dist.get_world_size() > 1 and not megatron.is_initialized():
-        warn_once(ALONE.format(dist.get_world_size()))
-    return megatron.parallel()
 
 
 def refuse(*_: Any) -> Any:
@@ -47,7 +34,7 @@ HOST = Host(
     package="unknown",
     runs=lambda args: True,
     told_by="nothing",
-    parallel=parallel,
+    parallel=megatron.parallel,
     scores=refuse,
     megatron=False,
     own_loss=refuse,
