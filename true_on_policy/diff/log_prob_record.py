@@ -150,8 +150,9 @@ def provenance(contract: Contract | None = None) -> dict[str, str]:
 
 def digest(x: Shaped[Tensor, "..."]) -> str:
     """Hash dtype, shape and bytes in row-major order by SHA-256."""
-    content = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode() + content).hexdigest()
+    sha256 = hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode())
+    sha256.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())  # without a copy of large weights
+    return sha256.hexdigest()
 
 
 def _exact(values: Sequence[float | None], dtype: torch.dtype) -> Float[Tensor, "T"]:
