@@ -151,7 +151,7 @@ def provenance(contract: Contract | None = None) -> dict[str, str]:
 def digest(x: Shaped[Tensor, "..."]) -> str:
     """Hash dtype, shape and bytes in row-major order by SHA-256."""
     sha256 = hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode())
-    sha256.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())  # without a copy of large weights
+    sha256.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)  # without a copy
     return sha256.hexdigest()
 
 
