@@ -33,7 +33,7 @@ LOCATED = (".sh", ".log", ".txt", ".py", ".yaml", ".yml", ".json", ".jsonl", ".m
 ENDS_A_PATH = (b"", b" ", b"\n", b"/", b"'", b'"', b")", b";")
 SUBSTITUTIONS = ("command_substitution", "process_substitution")
 # The names of files in a command, but for those behind a flag, which are read.
-YAMLS = re.compile(r"--[\w-]+[= ]\S+|([^\s/'\"=()]+\.(?:ya?ml|json))\b")
+YAMLS = re.compile(r"(?<![\w-])--[\w-]++[= ]\S+|(?<![^\s/'\"=()])([^\s/'\"=()]+\.(?:ya?ml|json))\b")
 
 
 @dataclass(frozen=True)
