@@ -195,6 +195,13 @@ GIVEN: list[tuple[ModuleType, str, Sequence[str], Asked, Expected]] = [
     (verl, f"shopt -s nocasematch\nA=B\ncase $A in b) T=2 ;; *) T=3 ;; esac\n{TRAIN} {IS}rollout_is=token "
      f"{IS}rollout_is_threshold=$T", (), ASKED, "decides rollout_is_threshold: 2 .*if B is b"),
     (verl, f"train() {{\n  {TRAIN} {IS}rollout_is=$1\n}}\n(train token)", (), ASKED, WeightConfig(upper=2.0)),
+    # `command` and `builtin` pass functions of the script by
+    *((verl, f"T=2\n{line}\n{TRAIN} {IS}rollout_is=token {IS}rollout_is_threshold=$T", (), ASKED, expected)
+      for line, expected in (
+          ("command eval T=3", WeightConfig(upper=3.0)), ("builtin read T <<< 3", WeightConfig(upper=3.0)),
+          ('cd() { builtin cd "$@" && T=3; }\ncd /', WeightConfig(upper=3.0)), ("command -v T=3", WeightConfig(upper=2.0)),
+          ("builtin export T=3", r"decides rollout_is_threshold: \$T"),
+          ("trap 'T=3' DEBUG", r"decides rollout_is_threshold: \$T"))),
     # branches are asked, and overrides win
     (ms_swift, BRANCHES, (), ASKED, "2 starts of ms-swift .*line 2, only if .*sequence_mask.*line 4, .*token_tru"),
     (ms_swift, BRANCHES, (f"{MODE}=token_mask", f"{THRESHOLD}=3"), ASKED, TOKEN_MASK),

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from mis_plugins.config.file import text_of
 from mis_plugins.errors import ConfigError, cut, shown
-from mis_plugins.explain.launch.bash.builtins import PRINTS
+from mis_plugins.explain.launch.bash.builtins import DECLARES, PRINTS
 from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, LEAVES_FILES, SHELLS
 from mis_plugins.explain.launch.bash.grammar import one_line, parts_of, says
-from mis_plugins.explain.launch.bash.shell import DECLARES, RUN, Shell
+from mis_plugins.explain.launch.bash.shell import RUN, Shell
 from mis_plugins.explain.launch.reader import Reading, from_start
 from mis_plugins.explain.launch.words import HOLE, Text, Word, flags_of, hole, known, word_of
 from mis_plugins.explain.translate.translation import Open, listed, load

@@ -19,6 +19,7 @@ OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
 NAMES_TRAIN = re.compile(r"\btrain(_async)?\.py\b")
 FILLS = ("read", "mapfile", "readarray", "getopts", "let")
 OF_FUNCTION = ("local", "declare", "typeset")
+DECLARES = ("export", "readonly", "unset", *OF_FUNCTION)
 
 
 class Builtins(Texts):

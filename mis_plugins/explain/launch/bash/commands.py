@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mis_plugins.config.file import text_of
-from mis_plugins.explain.launch.bash.builtins import FILLS, NAMES_TRAIN, PRINTS, Builtins, pair
+from mis_plugins.explain.launch.bash.builtins import DECLARES, FILLS, NAMES_TRAIN, PRINTS, Builtins, pair
 from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, Node, one_line, parsed, says
 from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LEFT, PUSHED, Value, depends
 from mis_plugins.explain.launch.reader import HERE, PACKAGES, SCRIPTS, Ended, Launch, Returned, is_train
@@ -199,6 +199,22 @@ class Commands(Builtins):
         self.reading.spend(len(text))
         self._within(words[1:] or self.positional, len(self.texts), lambda: self.run_text(text))
 
+    def _past_functions(self, node: Node, words: list[Text]) -> None:
+        """`command` and `builtin`: what stands behind, as if the script had no function of this name."""
+        given = words[1:] if words and known(words[0]) in ("-p", "--") else words
+        name = word_of(given[0]).text if given else "-"
+        if name in DECLARES:
+            self.unread(node, "which variables it sets is not known")
+        elif not name.startswith("-"):  # `command -v` looks a program up
+            held = {name: self.functions.pop(name)} if name in self.functions else {}
+            self.call(node, given)
+            self.functions |= held
+
+    def _trap(self, node: Node, words: list[Text]) -> None:
+        if "DEBUG" in map(known, words):
+            self.unread(node, "it runs before each command")
+        self._launch(node, [literal("trap"), *words])
+
     def _shopt(self, node: Node, words: list[Text]) -> None:
         """Keep options, as `lastpipe`, and tell of those that change what words mean."""
         options = set(map(known, words))
@@ -265,6 +281,8 @@ COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {
     **dict.fromkeys(("exec", "time"), lambda shell, node, words: shell.call(node, words)),
     "return": Commands._return,
     **dict.fromkeys(ENDS_ROUND, Commands._end_round),
+    **dict.fromkeys(("command", "builtin"), Commands._past_functions),
+    "trap": Commands._trap,
     "shift": Commands._shift,
     "shopt": Commands._shopt,
     "set": Commands._set,

@@ -11,7 +11,7 @@ from itertools import groupby
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.bash import grammar
-from mis_plugins.explain.launch.bash.builtins import FILLS, NAMES_TRAIN
+from mis_plugins.explain.launch.bash.builtins import DECLARES, FILLS, NAMES_TRAIN
 from mis_plugins.explain.launch.bash.commands import COMMANDS, Commands, RoundEnded, shell_of
 from mis_plugins.explain.launch.bash.grammar import (
     ENDS_ROUND,
@@ -34,7 +34,6 @@ OF_ARGUMENTS = re.compile(
 LEAVES_VARIABLES = ("command", "negated_command", "pipeline", "subshell", "test_command")
 HOLDS_STATEMENTS = ("program", "variable_assignments", "compound_statement", "do_group", "pipeline", "negated_command",
                     "subshell")  # fmt: skip
-DECLARES = ("export", "readonly", "declare", "typeset", "local", "unset")
 # What bash and `fnmatch` read differently in a pattern.
 OTHER_PATTERN = re.compile(r"[\\('\"$`~]|\[\^|\[:")
 
