@@ -199,7 +199,8 @@ GIVEN: list[tuple[ModuleType, str, Sequence[str], Asked, Expected]] = [
     *((verl, f"T=2\n{line}\n{TRAIN} {IS}rollout_is=token {IS}rollout_is_threshold=$T", (), ASKED, expected)
       for line, expected in (
           ("command eval T=3", WeightConfig(upper=3.0)), ("builtin read T <<< 3", WeightConfig(upper=3.0)),
-          ('cd() { builtin cd "$@" && T=3; }\ncd /', WeightConfig(upper=3.0)), ("command -v T=3", WeightConfig(upper=2.0)),
+          ('cd() { builtin cd "$@"; T=3; }\ncd /', WeightConfig(upper=3.0)),
+          ("command -v T=3", WeightConfig(upper=2.0)),
           ("builtin export T=3", r"decides rollout_is_threshold: \$T"),
           ("trap 'T=3' DEBUG", r"decides rollout_is_threshold: \$T"))),
     # branches are asked, and overrides win
