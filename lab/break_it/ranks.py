@@ -104,7 +104,9 @@ def said_of_a_long_mask(case: Case, cp: int) -> Any:
 @cache
 def healthy(place: str) -> tuple[Any, ...]:
     """The answers of the ranks without a fault."""
-    return tuple(one.answer for one in begun(place, Fault()).ended() if one is not None)
+    answers = tuple(one.answer for one in begun(place, Fault()).ended() if one is not None)
+    assert answers, f"{place}: no rank answers without a fault either"
+    return answers
 
 
 def judge_odd(odd: Odd) -> str:

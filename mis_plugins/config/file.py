@@ -32,7 +32,8 @@ MERGE = "tag:yaml.org,2002:merge"  # the tag of `<<`, a key that may stand twice
 SWITCHES = ("use_tis", "get_mismatch_metrics")  # the host's own flags
 OURS = {field.name for field in dataclasses.fields(CorrectionConfig)}
 OUR_NUMBERS = re.compile("mis$|tis_|rs_")  # keys that hold numbers of ours
-REWRITTEN = re.compile(r"[-+]?(0[0-9]|[0-9.]*[_:])")  # numbers that YAML 1.1 alone reads so: 0.5_5, 1:30, 010
+# Numbers that YAML 1.1 alone reads as numbers: 0.5_5, 1:30, 010.
+REWRITTEN = re.compile(r"[-+]?(0[0-9]|[0-9.]*[_:])[-+0-9._:eE]*")
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -131,7 +132,7 @@ def _check_numbers(root: yaml.MappingNode) -> None:
     """Refuse a number of ours that YAML makes another one of: verl's pair 0.5_5 reads as 0.55."""
     ours = (value for key, value in root.value if OUR_NUMBERS.match(str(key.value)))
     for node in (scalar for value in ours for scalar in _scalars(value)):
-        if node.tag.endswith((":int", ":float")) and REWRITTEN.match(node.value):
+        if node.tag.endswith((":int", ":float")) and REWRITTEN.fullmatch(node.value):
             reading = f"{shown(node.value)} reads as {yaml.safe_load(node.value)}"
             raise ConfigError(f"{_line(node)}{reading}; write the number plainly")
 

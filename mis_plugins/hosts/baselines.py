@@ -31,6 +31,7 @@ from mis_plugins.packing.collectives import all_reduce
 FIELD = "mis.group_baseline"
 NEEDED = ("log_probs", "advantages", "rewards", "sample_indices")
 EPSILON = 1e-6  # what the hosts add to a standard deviation
+LARGEST_MEAN = 1e-3  # of a group's rewards that a host has normalized, where rewards are near 1
 LARGEST_SHARE = 1e-4  # of the squares of a group's rewards in their mean, once a host has normalized in float32
 MOST_GROUPS = 2**20
 MOVED = "mis_plugins_moved"  # attribute of advantages whose baseline is ours already
@@ -122,11 +123,12 @@ def _check_groups(args: View, size: int, *sums: Float[Tensor, " groups"]) -> Non
             f"--n-samples-per-prompt {size}: several samples of one rollout are not served"
         )
     share = total**2 / (counted * squares)  # NaN where every reward is 0
-    apart = (share > LARGEST_SHARE) & ((share < 1 - LARGEST_SHARE) | (counted < size))
+    mean = (total / counted).abs()
+    apart = (mean > LARGEST_MEAN) & (share > LARGEST_SHARE) & ((share < 1 - LARGEST_SHARE) | (counted < size))
     if args.get("rewards_normalization", True) and size > 1 and apart.any():
         raise InputError(
             f"{FIELD}: rewards of the groups by sample_indices // {size} have a mean of "
-            f"{(total / counted)[apart].abs().max():.2g}, and the host subtracts that mean: the groups of the host are "
+            f"{mean[apart].max():.2g}, and the host subtracts that mean: the groups of the host are "
             "others, or incomplete; leave the key out"
         )
 

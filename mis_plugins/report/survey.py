@@ -20,7 +20,7 @@ from mis_plugins.metrics.alarms import ALARMS
 from mis_plugins.metrics.partials import finalize, partials
 from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.metrics.totals import Partials
-from mis_plugins.report.causes import Facts, Finding, findings
+from mis_plugins.report.causes import FEW, Facts, Finding, findings
 from mis_plugins.report.changes import Change, changes
 from mis_plugins.report.evidence import Evidence
 from mis_plugins.report.places import Tables, Worst
@@ -195,8 +195,8 @@ def _of_few_steps(
     size, last, changes = source.size, None, 0
     for record in records:
         if record.step != last:
+            again = last is not None and record.step < last and record.step in steps
             first = steps.setdefault(record.step, source.name)
-            again = last is not None and record.step < last
             together |= {first: None, source.name: None} if first != source.name or again else {}
             last, changes = record.step, changes + 1
             CHANGES.check(changes, size, source.name)
@@ -212,7 +212,9 @@ def report(survey: Survey) -> Report | None:
     steps = dict(survey.numbers.metrics())
     places = survey.tables.rows()
     finite = {step: x for step, values in steps.items() if math.isfinite(x := values.get(FIRST, math.nan))}
-    moves = changes(list(finite), list(finite.values()))
+    large = {step: x for step, x in finite.items() if steps[step].get("tokens", 0) >= FEW}
+    curve = large if len(large) > 1 else finite  # a few tokens have any kl_k3
+    moves = changes(list(curve), list(curve.values()))
     facts = Facts(whole.named_sums, survey.evidence, places, moves)  # of moves between few tokens none is a change
     return Report(
         steps=steps,

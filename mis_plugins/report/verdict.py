@@ -172,7 +172,8 @@ def _beside_alike(report: Report) -> float:
 
 def _alike(report: Report, count: int, how: str) -> str:
     """How many tokens agree to the bit, where these are more than `MOST_LOST` and not all; else an empty text."""
-    rest = f"{FIRST} of the others is {_beside_alike(report):.3g}."
+    others = report.usable - report.certain - report.copied
+    rest = f"{FIRST} of the others is {_beside_alike(report):.3g}." * bool(others)
     return f"{count} of {report.usable} tokens {how} {rest}" * (MOST_LOST * report.usable < count < report.usable)
 
 

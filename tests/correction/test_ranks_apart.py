@@ -89,7 +89,7 @@ def rebased(rank: int) -> Any:
 def scored_twice(rank: int) -> Any:
     """The second log-prob pass of a rollout."""
     unheard: Any = SimpleNamespace(at_level=lambda *_: nullcontext(), records=[])
-    return test_resplit.trained("slime", pytest.MonkeyPatch(), unheard)[0].passes
+    return test_resplit.trained_by("slime", pytest.MonkeyPatch(), unheard)()[0].passes
 
 
 def centered(rank: int) -> Any:

@@ -113,8 +113,11 @@ Trained = Callable[..., tuple[Trainer, dict[str, float]]]
 
 @pytest.fixture(params=["miles", "slime"])
 def trained(request: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Trained:
+    return trained_by(request.param, monkeypatch, caplog)
+
+
+def trained_by(host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Trained:
     """What the rollout-data hook asks of a host's trainer, and logs, of one rollout of six samples."""
-    host = request.param
     for place in ("mis", "hosts.resplit", "hosts.rollout_hooks", "hosts.tracking"):
         monkeypatch.setattr(f"mis_plugins.{place}.current", lambda args: every_host()[host])
 

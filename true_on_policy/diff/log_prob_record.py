@@ -129,6 +129,8 @@ class LogProbRecord:
         try:
             record = cls(*map(file.tensor, TENSORS), metadata=header)
             hashes = dict(json.loads(header["sha256"]))
+        except RecordError:
+            raise
         except (TypeError, KeyError, ValueError) as error:
             raise RecordError(f"{path}: {error}") from error
         for name in file.names:

@@ -123,6 +123,8 @@ def fitting(model: Any, checkpoint: Path) -> dict[str, Tensor]:
         weights, held = stacked(read_weights(checkpoint)), model.state_dict()
     except KeyError as lacking:
         raise ModelError(f"{checkpoint}: holds no {lacking.args[0]}") from None
+    except RuntimeError as error:
+        raise ModelError(f"{checkpoint}: experts of other shapes: {error}") from None
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         del held[HEAD]
         embedding = weights.get(next(name for name in held if name.endswith("embed_tokens.weight")))
@@ -136,7 +138,8 @@ def fitting(model: Any, checkpoint: Path) -> dict[str, Tensor]:
 
 def stacked(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stack the weights of single experts as Hugging Face's model holds them, and leave rope's frequencies out."""
-    others = {name: weight for name, weight in weights.items() if not re.search(r"\.mlp\.experts\.|\.inv_freq$", name)}
+    of_expert = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$|\.inv_freq$")
+    others = {name: weight for name, weight in weights.items() if not of_expert.search(name)}
     counts = Counter(name.partition(".mlp.experts.")[0] for name in weights if re.search(r"\.experts\..*\.down_", name))
     for layer, experts in counts.items():
         each = [f"{layer}.mlp.experts.{index}" for index in range(experts)]

@@ -11,7 +11,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 Value = Word | None  # of a flag that stands alone
 LOCATED = (".sh", ".log", ".txt", ".py", ".yaml", ".yml", ".json", ".jsonl", ".md", ".out", ".err")
 ENDS_A_PATH = (b"", b" ", b"\n", b"/", b"'", b'"', b")", b";")
+ANY = "*/"  # before the name of a file that a command may change, in whatever folder; alone, of every file
+FINDS = ("xargs", "find", "parallel", "sudo", "env", "nohup", "time")  # what runs an editor on files that it finds
 SUBSTITUTIONS = ("command_substitution", "process_substitution")
 # The names of files in a command, but for those behind a flag, which are read.
 YAMLS = re.compile(r"(?<![\w-])--[\w-]++[= ]\S+|(?<![^\s/'\"=()])([^\s/'\"=()]+\.(?:ya?ml|json))\b")
@@ -430,8 +431,10 @@ class Commands(Shell):
         """Note the yamls that a command may change: those that its words or its code name, or any that `sed` finds."""
         whole = node.parent if node.parent is not None and node.parent.type == "redirected_statement" else node
         behind = [word.text.rpartition("/")[2] for word in given[1:]]
-        names = [""] if set(EDITS) & set(behind) else filter(None, YAMLS.findall(" ".join([says(whole), *behind])))
-        self.reading.files |= {f"*{name}": hole(one_line(node)) for name in names}
+        edits = given and given[0].text in FINDS and set(EDITS) & set(behind)
+        for name in [""] if edits else filter(None, YAMLS.findall(" ".join([says(whole), *behind]))):
+            self.reading.files.pop(key := f"{ANY}{name}", None)
+            self.reading.files[key] = hole(one_line(node))
 
     def _give(self, words: Sequence[Text]) -> None:
         """Note the literals that a start is given; a word that is no setting holds one behind a blank, or as a part."""
@@ -457,8 +460,9 @@ class Commands(Shell):
         unset = tuple(word for word in open_words if self._is_never_set(word))
         unread = tuple(dict.fromkeys(word for word in open_words if word not in unset))
         settings, file, folder = tuple(self.dialect.settings(given)), self.dialect.file(given), self.working_folder()
-        name, files = from_start(folder, file.source) if file else "", reversed(self.reading.files.items())
-        written = next((text for key, text in files if name and fnmatch(name, key)), ())
+        name = from_start(folder, file.source) if file else ""
+        keys = (name, ANY, f"{ANY}{name.rpartition('/')[2]}") if name else ()
+        written = next((text for key, text in reversed(self.reading.files.items()) if key in keys), ())
         if file and _is_sure(file) and known(written) is not None:
             self.read |= {piece.at for piece in written if piece.at}
         return Start(tuple(self.callers), self.branch, settings, file, unset, unread, folder=folder, written=written)

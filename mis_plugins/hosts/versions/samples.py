@@ -9,6 +9,7 @@ pass (miles#3277).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +48,10 @@ def segment_wise(args: Any) -> SegmentWiseConfig | None:
     """Segment-wise weights as the loss hook will have them; None where they are off, or the TIS hook weighs."""
     if getattr(args, "loss_type", None) != "custom_loss":
         return None
-    config = uncorrected.for_loss_hook(args, reading.from_args(args)).where_versions_are_known()
+    config = reading.from_args(args)
+    with suppress(ConfigError):  # the loss hook itself refuses a file that this worker cannot read
+        config = uncorrected.for_loss_hook(args, config)
+    config = config.where_versions_are_known()
     return config.segment_wise if config.segment_wise_on else None
 
 

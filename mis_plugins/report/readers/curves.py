@@ -6,6 +6,7 @@ curve and is told.
 
 from __future__ import annotations
 
+import math
 import struct
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,7 +88,8 @@ class Points:
         self.logged[step] = self.logged.get(step, set()) | limited
         for ours, x in ((names[name], x) for name, x in row.items()):
             limits, held = LIMITS.get(ours, Limits()), kept.get(ours, x)
-            kept[ours] = x if limits.low <= held <= limits.high else held
+            is_beyond = [not (math.isnan(value) or limits.low <= value <= limits.high) for value in (held, x)]
+            kept[ours] = held if is_beyond[0] or (math.isnan(held) and not is_beyond[1]) else x
 
     def _start_anew(self, step: int) -> None:
         """Move the numbers that have a limit of a step, and of all later ones, to `replaced`."""
@@ -128,7 +130,7 @@ def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:
 def _float(name: str, value: Any) -> float | None:
     """A number, which writers of JSON also write as text; None of another value, refused where the name has a limit."""
     try:
-        return None if value is None or isinstance(value, bool) else float(value)
+        return None if value is None or isinstance(value, bool | Mapping) else float(value)  # as media of wandb
     except (TypeError, ValueError, OverflowError):
         if our_name(name) in LIMITS:
             raise RecordError(f"{name}: got {shortened(value)}; give a number") from None

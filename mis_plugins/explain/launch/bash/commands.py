@@ -6,6 +6,7 @@ import os.path
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import dropwhile
 from pathlib import Path
 
 from mis_plugins.config.file import text_of
@@ -201,9 +202,9 @@ class Commands(Builtins):
 
     def _past_functions(self, node: Node, words: list[Text]) -> None:
         """`command` and `builtin`: what stands behind, as if the script had no function of this name."""
-        given = words[1:] if words and known(words[0]) in ("-p", "--") else words
-        name = word_of(given[0]).text if given else "-"
-        if name in DECLARES:
+        given = [*dropwhile(lambda word: known(word) in ("-p", "--"), words)]
+        name = word_of(given[0]).text if given else "-v"
+        if name in DECLARES or name.startswith("-") and name[1:2] not in ("v", "V"):
             self.unread(node, "which variables it sets is not known")
         elif not name.startswith("-"):  # `command -v` looks a program up
             held = {name: self.functions.pop(name)} if name in self.functions else {}
@@ -211,14 +212,15 @@ class Commands(Builtins):
             self.functions |= held
 
     def _trap(self, node: Node, words: list[Text]) -> None:
-        if "DEBUG" in map(known, words):
+        if "DEBUG" in [str(known(word)).upper() for word in words[1:]] and known(words[0]) != "-":
             self.unread(node, "it runs before each command")
         self._launch(node, [literal("trap"), *words])
 
     def _shopt(self, node: Node, words: list[Text]) -> None:
         """Keep options, as `lastpipe`, and tell of those that change what words mean."""
         options = set(map(known, words))
-        self.variables |= {f"-O {option}": () if "-u" in options else EXPORTED for option in options}
+        if options & {"-s", "-u"}:
+            self.variables |= {f"-O {option}": EXPORTED if "-s" in options else () for option in options}
         if "-s" in options and options & CHANGES_WORDS:
             Builtins.unread(self, node, "which words and patterns fit from here on is not known")
 

@@ -20,7 +20,6 @@ Value = Text | list[Text]  # of a variable, of an array
 # A home in a word, and a variable of the shell, or a command in backticks, that the parser leaves within a word.
 EXPANDED = re.compile(r"(?:^(?:[A-Za-z_]\w*=)?|:)~(?:[\w+-]*(?:[/:]|$)|[\w.+-]*/)|(?<!\\)(?:\$[@*#?!$-]|`)")
 BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\"\\$`~]*)")
-SEVERAL = re.compile(r"(?<!\\)\{.*(,|\w\.\.\w).*\}", re.S)
 # The few letters that a backslash quotes within double quotes.
 ESCAPED = re.compile(r'\\(["$`\\\n])')
 DEFAULTS = (":-", "-", ":=", "=")
@@ -419,7 +418,10 @@ def maybe(source: str, lines: Lines) -> Text:
 def is_braced(word: Node) -> bool:
     """Whether braces may make several words of one."""
     open_parts = (says(part) if part.type in ("word", "brace_expression") else "x" for part in word.children)
-    return word.type == "concatenation" and bool(SEVERAL.search("".join(open_parts)))
+    if word.type != "concatenation":
+        return False
+    within = re.sub(r"\\.", "", "".join(open_parts)).partition("{")[2].rpartition("}")[0]
+    return "," in within or bool(re.search(r"\w\.\.\w", within))
 
 
 def depends(word: Text) -> bool:
