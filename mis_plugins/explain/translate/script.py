@@ -11,6 +11,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Value = Word | None  # of a flag that stands alone
 LOCATED = (".sh", ".log", ".txt", ".py", ".yaml", ".yml", ".json", ".jsonl", ".md", ".out", ".err")
 ENDS_A_PATH = (b"", b" ", b"\n", b"/", b"'", b'"', b")", b";")
-ANY = "*/"  # before the name of a file that a command may change, in whatever folder; alone, of every file
+ANY = "?/"  # before the name of a file that a command may change, in whatever folder; alone, of every file
 FINDS = ("xargs", "find", "parallel", "sudo", "env", "nohup", "time")  # what runs an editor on files that it finds
 SUBSTITUTIONS = ("command_substitution", "process_substitution")
 # The names of files in a command, but for those behind a flag, which are read.
@@ -433,7 +434,7 @@ class Commands(Shell):
         behind = [word.text.rpartition("/")[2] for word in given[1:]]
         edits = given and given[0].text in FINDS and set(EDITS) & set(behind)
         for name in [""] if edits else filter(None, YAMLS.findall(" ".join([says(whole), *behind]))):
-            self.reading.files.pop(key := f"{ANY}{name}", None)
+            self.reading.files.pop(key := f"{ANY}{'' if set('*?[') & set(name) else name}", None)  # a pattern: any
             self.reading.files[key] = hole(one_line(node))
 
     def _give(self, words: Sequence[Text]) -> None:
@@ -462,7 +463,8 @@ class Commands(Shell):
         settings, file, folder = tuple(self.dialect.settings(given)), self.dialect.file(given), self.working_folder()
         name = from_start(folder, file.source) if file else ""
         keys = (name, ANY, f"{ANY}{name.rpartition('/')[2]}") if name else ()
-        written = next((text for key, text in reversed(self.reading.files.items()) if key in keys), ())
+        fits = lambda key, text: key in keys or "*" in key and known(text) is None and fnmatch(name, key)  # noqa: E731
+        written = next((text for key, text in reversed(self.reading.files.items()) if name and fits(key, text)), ())
         if file and _is_sure(file) and known(written) is not None:
             self.read |= {piece.at for piece in written if piece.at}
         return Start(tuple(self.callers), self.branch, settings, file, unset, unread, folder=folder, written=written)
