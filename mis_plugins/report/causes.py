@@ -69,13 +69,13 @@ class Facts:
 
     sums: sums of the whole run, by the names of `metrics/tokens.py`.
     places: tables of `places.Tables`.
-    moves: changes of kl_k3 over the steps.
+    changes: changes of kl_k3 over the steps, joined until they hold `FEW` tokens.
     """
 
     sums: Mapping[str, float]
     evidence: Evidence
     places: Mapping[str, Table]
-    moves: Sequence[Change]
+    changes: Sequence[Change]
 
     @cached_property
     def rows(self) -> Float[Tensor, "3 N"]:
@@ -161,18 +161,9 @@ class Facts:
         return self.evidence.lists.verdict(self.kl)
 
     @cached_property
-    def changes(self) -> list[Change]:
-        """The moves between two levels of `FEW` tokens or more: a few tokens have any kl_k3."""
-        sizes = [float(level[1].sum()) for level in self._between(self.moves)]
-        return [move for move, sides in zip(self.moves, pairwise(sizes), strict=True) if min(sides) >= FEW]
-
-    @cached_property
     def levels(self) -> list[Float[Tensor, "3 _"]]:
         """`rows` of the responses of each level of kl_k3; the first level ends at the first change."""
-        return self._between(self.changes)
-
-    def _between(self, moves: Sequence[Change]) -> list[Float[Tensor, "3 _"]]:
-        edges = [-math.inf, *(move.step for move in moves), math.inf]
+        edges = [-math.inf, *(change.step for change in self.changes), math.inf]
         return [self.rows[:, (self.rows[0] >= low) & (self.rows[0] < high)] for low, high in pairwise(edges)]
 
 

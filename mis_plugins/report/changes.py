@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -41,6 +41,25 @@ class Change:
     @property
     def factor(self) -> float:
         return self.after / self.before
+
+
+def joined_steps(values: Mapping[int, float], tokens: Mapping[int, float], least: float) -> dict[int, float]:
+    """Neighbouring steps as one, by the first, until they hold `least` tokens: a few tokens have any mean.
+
+    The steps that are left at the end count with those before.
+    """
+    groups: list[list[int]] = [[]]
+
+    def held(group: Sequence[int]) -> float:
+        return sum(tokens[step] for step in group)
+
+    for step in values:
+        if held(groups[-1]) >= least:
+            groups.append([])
+        groups[-1].append(step)
+    if len(groups) > 1 and held(groups[-1]) < least:
+        groups[-2:] = [groups[-2] + groups[-1]]
+    return {group[0]: sum(values[step] * tokens[step] for step in group) / held(group) for group in groups if group}
 
 
 def changes(steps: Sequence[int], values: Sequence[float]) -> list[Change]:

@@ -21,7 +21,7 @@ from mis_plugins.metrics.partials import finalize, partials
 from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.metrics.totals import Partials
 from mis_plugins.report.causes import FEW, Facts, Finding, findings
-from mis_plugins.report.changes import Change, changes
+from mis_plugins.report.changes import Change, changes, joined_steps
 from mis_plugins.report.evidence import Evidence
 from mis_plugins.report.places import Tables, Worst
 from mis_plugins.report.readers.files import Problems, Source
@@ -143,7 +143,7 @@ class Report:
     steps: dict[int, dict[str, float]]
     whole: dict[str, float]
     places: dict[str, list[dict[str, float | str]]]
-    changes: list[Change]
+    changes: Sequence[Change]
     findings: list[Finding]
     alarms: list[tuple[int, str, str]]
     worst_tokens: list[Any]
@@ -212,10 +212,8 @@ def report(survey: Survey) -> Report | None:
     steps = dict(survey.numbers.metrics())
     places = survey.tables.rows()
     finite = {step: x for step, values in steps.items() if math.isfinite(x := values.get(FIRST, math.nan))}
-    large = {step: x for step, x in finite.items() if steps[step].get("tokens", 0) >= FEW}
-    curve = large if len(large) > 1 else finite  # a few tokens have any kl_k3
-    moves = changes(list(curve), list(curve.values()))
-    facts = Facts(whole.named_sums, survey.evidence, places, moves)  # of moves between few tokens none is a change
+    joined = joined_steps(finite, {step: steps[step]["tokens"] for step in finite}, FEW)
+    facts = Facts(whole.named_sums, survey.evidence, places, changes(list(joined), list(joined.values())))
     return Report(
         steps=steps,
         whole=ordered(finalize(whole, survey.own)),

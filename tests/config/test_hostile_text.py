@@ -53,6 +53,10 @@ UNREADABLE = {
     "minutes": ("a: 010\ntis_upper_bound: 1:30", "line 2: '1:30' reads as 90"),
     "minutes that `<<` puts in": ("a: &a {tis_upper_bound: 1:30}\n<<: *a", "line 1: '1:30' reads as 90"),
     "a tag": ("mis: {weight: {upper: !!float '2_0'}}", "line 1: '2_0' reads as 20"),
+    "a tag of what is no number": (
+        "mis: {weight: {upper: !!float '1_0: ['}}",
+        "line 1: '1_0: \\['? reads as YAML's float",
+    ),
     "an octal": ("mis:\n  reject: [{over: min, lower: 010}]", "line 2: '010' reads as 8"),
     "a tab": ("mis: {weight: {upper: 1.5}}\t# cap", "line 1, column 28: no YAML: found character '.t'"),
     "a mark": ("{x: a?, mis: {}}", "no YAML: expected ',' or '}', but got '?'"),

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -200,7 +201,9 @@ GIVEN: list[tuple[ModuleType, str, Sequence[str], Asked, Expected]] = [
       for line, expected in (
           ("command eval T=3", WeightConfig(upper=3.0)), ("builtin read T <<< 3", WeightConfig(upper=3.0)),
           ('cd() { builtin cd "$@"; T=3; }\ncd /', WeightConfig(upper=3.0)),
-          ("command -v T=3", WeightConfig(upper=2.0)),
+          ("command -v T=3", WeightConfig(upper=2.0)), ("command -p -- eval T=3", WeightConfig(upper=3.0)),
+          ("trap - DEBUG", WeightConfig(upper=2.0)), ("trap 'T=3' debug", r"decides rollout_is_threshold: \$T"),
+          ("shopt nocasematch; case A in a) T=3;; esac", WeightConfig(upper=2.0)),
           ("builtin export T=3", r"decides rollout_is_threshold: \$T"),
           ("trap 'T=3' DEBUG", r"decides rollout_is_threshold: \$T"))),
     # branches are asked, and overrides win
@@ -400,6 +403,23 @@ def test_a_yaml_is_read_from_the_folder_that_the_script_changes_to(tmp_path: Pat
         asked=Asked(tmp_path / "run.sh"),
     )
     assert made.mis["weight"]["bound"] == "truncate"
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "behind", "is_sure"),
+    [
+        ("python edit.py a.yaml", "a.yaml", "python edit.py a.yaml", False),
+        ("xargs sed -i s/a/b/ b.yaml", "a.yaml", "xargs sed -i s/a/b/ a.yaml", False),
+        ("python edit.py a.yaml", "a.yaml", "", True),
+        ("", "a.yaml", "python check.py other_a.yaml", True),
+        ("", "conf[1].yaml", "", True),
+        ("", "a.yaml", "apt-get install -y sed", True),
+    ],
+)
+def test_the_last_that_a_script_does_to_its_yaml_counts(before: str, name: str, behind: str, is_sure: bool) -> None:
+    script = f"{before}\ncat > '{name}' <<E\n{MODE}: token_mask\nE\n{behind}\n{SWIFT} --config '{name}'"
+    with nullcontext() if is_sure else pytest.raises(ConfigError, match="no start of ms-swift that can be read is given"):
+        assert ms_swift.translate(script).mis["weight"]["bound"] == "zero"
 
 
 def test_trl_a_yaml_is_read_whatever_the_name_of_the_program(tmp_path: Path) -> None:

@@ -169,6 +169,16 @@ def test_rounding_makes_no_other_groups_of_rewards_that_are_equal_or_large(by_de
         hook(arguments("grpo", n_samples_per_prompt=10), 3, {name: column[:10] for name, column in data.items()})
 
 
+@pytest.mark.parametrize("raw", [[1000.0, 1000.001, 1000.001, 1000.0, 1000.002, 1000.0, 1000.001], [0.1] * 5])
+def test_rounding_of_close_rewards_or_of_a_group_that_lacks_samples_is_no_other_group(raw: list[float]):
+    """A group's mean lies off by the rounding of large rewards, and by that of seven equal ones where two are gone."""
+    whole = torch.tensor(raw + raw[:1] * (7 - len(raw)))
+    host = (whole - whole.mean())[: len(raw)].tolist()
+    data = rollout([0.0] * 8, {0}) | {"rewards": host, "advantages": [torch.full((2,), x) for x in host]}
+    args = arguments("grpo", n_samples_per_prompt=7, grpo_std_normalization=False)
+    hook(args, 3, {name: column[: len(raw)] for name, column in data.items()})
+
+
 def test_groups_that_lie_on_two_ranks(tmp_path: Path):
     """Samples of one group on both data-parallel ranks have the advantages of one rank that holds all."""
     raw, far = [3.0, 0.0, 1.0, 1.0, 9.0, 2.0, 2.0, 0.0], {0, 4}

@@ -367,6 +367,10 @@ OF_SWIFT = (b'{"rollout_correction/k3_kl": 0.5, "global_step/max_steps": "1/9"}\
             b'{"rollout_correction/k3_kl": 0.25, "iteration": "2/9"}')  # fmt: skip
 OF_TEXT = (b'{"step": 1, "kl_k3": "5e-1"}\n{"train/global_step": 2, "kl_k3": "0.25"}\n'
            b'{"step": 3, "train/mis_k3_kl": "0,125"}')  # fmt: skip
+OF_TWO = b"\n".join(
+    b'{"step": %d, "kl_k3": %s, "train/mis_k3_kl": %s}' % row
+    for row in ((1, b"NaN", b"0.5"), (2, b"0.25", b"NaN"), (3, b'{"_type": "histogram"}', b"0.125"))
+)
 OFFLINE = b":W&B" + bytes(3) + wandb_record(1, 0.5) + wandb_record(2, 0.25)
 
 
@@ -381,6 +385,7 @@ CUT_OFF = "tensorboard is damaged after step 300: the end of the file is cut"
         ("verl.jsonl", OF_VERL, {1: 0.5, 2: 0.25}, ""),
         ("logging.jsonl", OF_SWIFT, {1: 0.5, 2: 0.25}, ""),
         ("text.jsonl", OF_TEXT, {1: 0.5, 2: 0.25}, "line 3: train/mis_k3_kl: got '0,125'; give a number"),
+        ("two.jsonl", OF_TWO, {1: 0.5, 2: 0.25, 3: 0.125}, ""),
         ("events.out.tfevents.1.host", CUT, {300: 0.5}, CUT_OFF),
     ],
 )

@@ -25,7 +25,7 @@ from mis_plugins.metrics.partials import finalize, partials
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report import survey as surveys
 from mis_plugins.report.causes import CAUSES, DETECTORS
-from mis_plugins.report.changes import changes
+from mis_plugins.report.changes import changes, joined_steps
 from mis_plugins.report.proposal import Judged, Proposal, propose
 from mis_plugins.report.readers.files import Curve, Problems, Source
 from mis_plugins.report.record import Batch, Record, batches, from_mapping
@@ -462,6 +462,12 @@ CURVES = [  # of each file its rows, hosts log rollouts in rows of their own; le
     ([of_k3([*[0.3] * 8, 0.0])], WATCH, "Beyond its limit before: kl_k3 is 0.3", "fell to 0 at step 8, from 0.3"),
     ([of_k3([*[2e-3] * 30, *[math.nan] * 10])], WATCH, "Last seen beyond its limit: kl_k3 is NaN"),
 ]  # fmt: skip
+
+
+def test_steps_of_few_tokens_count_with_those_behind_and_the_last_ones_with_those_before() -> None:
+    values, tokens = {0: 1.0, 1: 2.0, 2: 4.0, 3: 8.0}, {0: 100, 1: 40, 2: 60, 3: 10}
+    assert joined_steps(values, tokens, 100) == {0: 1.0, 1: (2.0 * 40 + 4.0 * 60 + 8.0 * 10) / 110}
+    assert joined_steps({0: 3.0}, {0: 1}, 100) == {0: 3.0} and joined_steps({}, {}, 100) == {}
 
 
 @pytest.mark.parametrize("case", CURVES)

@@ -115,6 +115,9 @@ def test_files_that_hold_the_same_steps_are_told(
     main(["config", "suggest", str(tmp_path / "run")])
     assert f"# steps stand twice, or have no number, in {files[0]}" in capsys.readouterr().out
     assert "Read as one run" not in reported(files[0])[1]["verdict"]["parts"]
+    late = [replace(one, step=step) for step in (0, 2, 1, 3) for one in BF16[:16]]
+    write_lines(files[0], late)  # which asynchronous rollouts may be
+    assert "Read as one run" not in reported(files[0])[1]["verdict"]["parts"]
     write_lines(files[0], [*BF16, *BF16[:64]])  # a run that starts anew, and goes on in one file
     assert str(files[0]) in reported(files[0])[1]["verdict"]["parts"]["Read as one run"]
 
@@ -917,6 +920,12 @@ def at_steps(bad: set[int], steps: int) -> list[Record]:
     return [replace((INT5 if step in bad else BF16)[place], step=step) for place, step in enumerate(at)]
 
 
+def few_at(rows: Sequence[Record], step: int) -> Record:
+    """A few tokens of a response, far apart on both sides."""
+    column = torch.full((4,), -1.0)
+    return from_mapping({BEHAVIOR: [-1.0] * 3 + [-1.5], PROXIMAL: (column - 2).tolist()}, step, rows[0].sample)
+
+
 def in_one_place() -> list[Record]:
     noise = torch.Generator().manual_seed(2)
     late = [torch.randn(one.size, generator=noise).abs() * (torch.arange(one.size) >= 60) for one in BF16]
@@ -967,6 +976,9 @@ def of_likeliest(count: int) -> list[Record]:
 TEMPERED_AT = {at: sampled(plants._temperature(drawn(8, "bf16"), at)) for at in (0.8, 0.9)}
 TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "one bad step of sixteen": (lambda: at_steps({7}, 16), ["jump"]),
+    "a step of few tokens between two levels": (
+        lambda: [*at_steps({*range(8, 16)}, 16)[:128], few_at(BF16, 8), *at_steps({*range(8, 16)}, 16)[128:]], ["jump"]
+    ),
     "a bad first step": (lambda: at_steps({0}, 16), ["jump"]),
     "a bad last step": (lambda: at_steps({15}, 16), ["jump"]),
     "a temperature and five placeholders": (lambda: with_placeholders(TEMPERED), ["temperature", "placeholder"]),

@@ -415,6 +415,12 @@ Q, OF_2 = "model.layers.2.self_attn.q_proj.weight", "model.layers.2.mlp.experts.
         ("tiny-qwen3-tied", lambda held: {"lm_head.weight": held["model.embed_tokens.weight"].clone()}, None),
         ("tiny-llama", lambda held: {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}, None),
         ("tiny-qwen3-moe", lambda held: {OF_2.replace(".0.", ".8."): held[OF_2] + 1}, "holds no .*experts.8.gate_proj"),
+        ("tiny-qwen3-moe", lambda held: {OF_2: held[OF_2][:3].clone()}, "experts of other shapes"),
+        (
+            "tiny-qwen3-moe",
+            lambda held: {f"{OF_2}.bias": held[OF_2][0].clone()},
+            rf"holds {OF_2}.bias \[.*, other than",
+        ),
         ("tiny-qwen3-vl", lambda held: {}, None),
     ],
 )

@@ -140,13 +140,15 @@ def stacked(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stack the weights of single experts as Hugging Face's model holds them, and leave rope's frequencies out."""
     of_expert = re.compile(r"\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight$|\.inv_freq$")
     others = {name: weight for name, weight in weights.items() if not of_expert.search(name)}
-    counts = Counter(name.partition(".mlp.experts.")[0] for name in weights if re.search(r"\.experts\..*\.down_", name))
+    downs = (name for name in weights if re.search(r"\.mlp\.experts\.\d+\.down_proj\.weight$", name))
+    counts = Counter(name.partition(".mlp.experts.")[0] for name in downs)
     for layer, experts in counts.items():
         each = [f"{layer}.mlp.experts.{index}" for index in range(experts)]
         pairs = [torch.cat([weights[f"{expert}.{part}_proj.weight"] for part in ("gate", "up")]) for expert in each]
         others[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(pairs)
-        downs = [weights[f"{expert}.down_proj.weight"] for expert in each]
-        others[f"{layer}.mlp.experts.down_proj"] = torch.stack(downs)
+        others[f"{layer}.mlp.experts.down_proj"] = torch.stack(
+            [weights[f"{expert}.down_proj.weight"] for expert in each]
+        )
     return others
 
 

@@ -147,8 +147,7 @@ class Reader(ABC):
     def write(self, file: str, text: Text, adds: bool = False) -> None:
         """Keep what the script writes into a file; what only a branch writes is not sure."""
         file = from_start(self.working_folder(), file)
-        held = self.reading.files.pop(file, hole("what it holds before"))  # the last file that is written stands last
-        before = held if adds else ()
+        before = self.reading.files.get(file, hole("what it holds before")) if adds else ()
         self.reading.files[file] = self.reading.paid(before + (under(text, self.branch) if self.branch else text))
 
     @contextmanager

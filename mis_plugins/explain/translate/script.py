@@ -11,14 +11,13 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mis_plugins.config.file import text_of
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.bash.builtins import DECLARES, PRINTS
-from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, LEAVES_FILES, SHELLS
+from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, HANDS_ON, LEAVES_FILES, SHELLS
 from mis_plugins.explain.launch.bash.grammar import one_line, parts_of, says
 from mis_plugins.explain.launch.bash.shell import RUN, Shell
 from mis_plugins.explain.launch.reader import Reading, from_start
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 Value = Word | None  # of a flag that stands alone
 LOCATED = (".sh", ".log", ".txt", ".py", ".yaml", ".yml", ".json", ".jsonl", ".md", ".out", ".err")
 ENDS_A_PATH = (b"", b" ", b"\n", b"/", b"'", b'"', b")", b";")
-ANY = "?/"  # before the name of a file that a command may change, in whatever folder; alone, of every file
-FINDS = ("xargs", "find", "parallel", "sudo", "env", "nohup", "time")  # what runs an editor on files that it finds
+FINDS = ("xargs", "find", "parallel", "sudo", "time", *HANDS_ON)  # what may run an editor on files that it finds
+PATTERN = re.compile(r"[*?\[]")  # of names of files
 SUBSTITUTIONS = ("command_substitution", "process_substitution")
 # The names of files in a command, but for those behind a flag, which are read.
 YAMLS = re.compile(r"(?<![\w-])--[\w-]++[= ]\S+|(?<![^\s/'\"=()])([^\s/'\"=()]+\.(?:ya?ml|json))\b")
@@ -375,6 +374,7 @@ class Commands(Shell):
     others: trainers of the framework that it starts and that correct nothing.
     read: by number of the text, begin and end of the literals that a start is given.
     elsewhere: the paths of those literals that name a key of the framework, and set something else.
+    changed: by name, without a folder, what a command may have changed a file to; by "", every file.
     """
 
     def __init__(self, dialect: Dialect, path: Path, reading: Reading):
@@ -385,6 +385,7 @@ class Commands(Shell):
         self.others: list[tuple[Word, ...]] = []
         self.read: set[tuple[int, int, int]] = set()
         self.elsewhere: dict[tuple[int, int, int], str] = {}
+        self.changed: dict[str, Text] = {}
         self.callers: list[int] = []
 
     def call(self, node: Node, words: list[Text]) -> None:
@@ -434,8 +435,20 @@ class Commands(Shell):
         behind = [word.text.rpartition("/")[2] for word in given[1:]]
         edits = given and given[0].text in FINDS and set(EDITS) & set(behind)
         for name in [""] if edits else filter(None, YAMLS.findall(" ".join([says(whole), *behind]))):
-            self.reading.files.pop(key := f"{ANY}{'' if set('*?[') & set(name) else name}", None)  # a pattern: any
-            self.reading.files[key] = hole(one_line(node))
+            self._change(name, hole(one_line(node)))
+
+    def write(self, file: str, text: Text, adds: bool = False) -> None:
+        super().write(file, text, adds)
+        if known(text) is None and PATTERN.search(file):
+            self._change("", text)
+
+    def _change(self, name: str, text: Text) -> None:
+        """Forget what files of this name hold, in whatever folder; without a name, what every file holds."""
+        self.reading.spend(1 + len(self.reading.files))
+        self.changed[name] = text
+        for file in self.reading.files:
+            if name in ("", file.rpartition("/")[2]):
+                self.reading.files[file] = text
 
     def _give(self, words: Sequence[Text]) -> None:
         """Note the literals that a start is given; a word that is no setting holds one behind a blank, or as a part."""
@@ -462,9 +475,8 @@ class Commands(Shell):
         unread = tuple(dict.fromkeys(word for word in open_words if word not in unset))
         settings, file, folder = tuple(self.dialect.settings(given)), self.dialect.file(given), self.working_folder()
         name = from_start(folder, file.source) if file else ""
-        keys = (name, ANY, f"{ANY}{name.rpartition('/')[2]}") if name else ()
-        fits = lambda key, text: key in keys or "*" in key and known(text) is None and fnmatch(name, key)  # noqa: E731
-        written = next((text for key, text in reversed(self.reading.files.items()) if name and fits(key, text)), ())
+        changed = self.changed.get(name.rpartition("/")[2], self.changed.get("", ()))
+        written = self.reading.files.get(name, changed) if name else ()
         if file and _is_sure(file) and known(written) is not None:
             self.read |= {piece.at for piece in written if piece.at}
         return Start(tuple(self.callers), self.branch, settings, file, unset, unread, folder=folder, written=written)
@@ -527,9 +539,10 @@ class Commands(Shell):
         skipped: dict[str, dict[str, None]] = {}
         reads = sorted(self.read)
         for number, root in enumerate(self.texts):
-            for begin, key in _places(root.text or b"", self.dialect.keys):
+            text = b" " * root.start_byte + (root.text or b"")  # the tree leaves out what is blank before it
+            for begin, key in _places(text, self.dialect.keys):
                 self.reading.spend()
-                before = reads[: bisect_right(reads, (number, begin, len(root.text or b"")))][-1:]
+                before = reads[: bisect_right(reads, (number, begin, len(text)))][-1:]
                 is_read = any(last[0] == number and begin < last[2] for last in before)
                 chain = [] if is_read or key in behind else _chain(root, begin)
                 if not chain or _is_harmless(chain):

@@ -87,9 +87,7 @@ class Points:
             insort(self.order, step)
         self.logged[step] = self.logged.get(step, set()) | limited
         for ours, x in ((names[name], x) for name, x in row.items()):
-            limits, held = LIMITS.get(ours, Limits()), kept.get(ours, x)
-            is_beyond = [not (math.isnan(value) or limits.low <= value <= limits.high) for value in (held, x)]
-            kept[ours] = held if is_beyond[0] or (math.isnan(held) and not is_beyond[1]) else x
+            kept[ours] = max(x, kept.get(ours, x), key=partial(_badness, LIMITS.get(ours, Limits())))
 
     def _start_anew(self, step: int) -> None:
         """Move the numbers that have a limit of a step, and of all later ones, to `replaced`."""
@@ -109,6 +107,11 @@ def _add_rows(points: Points, path: Path, kind: str, problems: Problems) -> bool
         points.add(step, row)
         STEPS.check(len(points.kept), size, path)
     return True
+
+
+def _badness(limits: Limits, value: float) -> int:
+    """2 beyond a limit, 1 for NaN, 0 within the limits."""
+    return 1 if math.isnan(value) else 0 if limits.low <= value <= limits.high else 2
 
 
 def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:

@@ -23,7 +23,7 @@ GIVE_NOTHING = ("get_default_wandb_args", "get_mooncake_object_store_args")  # M
 PLAINLY = {"strip": str.strip, "lower": str.lower}
 WRITES = ("write", "writelines", "write_text", "write_bytes")
 MOVES = ("copy", "copy2", "copyfile", "move", "rename", "replace")  # what makes the file of its second argument
-SHELLS = ("os.", "subprocess.")  # whose functions run a shell's command, as Miles's `exec_command` does
+RUNS_IN_SHELL = re.compile(r"(os|subprocess)\.\w+|(\w+\.)?exec_command")  # functions, the last one Miles's
 NAMES = ("str", "Path")  # functions that return the name of a file
 SET_ANY_NAME = ("exec", "globals", "locals")
 
@@ -126,8 +126,7 @@ class Imported(Functions):
         quoted = [piece for word in words for piece in (Piece("'", lines=lines_of(node)), *word, Piece("' "))]
         text = tuple(quoted) or as_text(command)
         given = [known(word) or "" for word in words] or with_holes(text).split()
-        called = ast.unparse(node.func)
-        is_run = not words and known(text) and (called.startswith(SHELLS) or name_of(node.func) == "exec_command")
+        is_run = not words and known(text) and RUNS_IN_SHELL.fullmatch(ast.unparse(node.func))
         if is_run or any(map(is_train, given)) or given and given[0] in (*COPIES, *EDITS):
             self.launch(node, text, (0, 0))
         elif isinstance(command, tuple):
