@@ -204,6 +204,7 @@ GIVEN: list[tuple[ModuleType, str, Sequence[str], Asked, Expected]] = [
           ("command -v T=3", WeightConfig(upper=2.0)), ("command -p -- eval T=3", WeightConfig(upper=3.0)),
           ("trap - DEBUG", WeightConfig(upper=2.0)), ("trap 'T=3' debug", r"decides rollout_is_threshold: \$T"),
           ("shopt nocasematch; case A in a) T=3;; esac", WeightConfig(upper=2.0)),
+          ("shopt -s nocasematch; shopt nocasematch; case A in a) T=3;; esac", "decides rollout_is_threshold"),
           ("builtin export T=3", r"decides rollout_is_threshold: \$T"),
           ("trap 'T=3' DEBUG", r"decides rollout_is_threshold: \$T"))),
     # branches are asked, and overrides win
@@ -411,14 +412,16 @@ def test_a_yaml_is_read_from_the_folder_that_the_script_changes_to(tmp_path: Pat
         ("python edit.py a.yaml", "a.yaml", "python edit.py a.yaml", False),
         ("xargs sed -i s/a/b/ b.yaml", "a.yaml", "xargs sed -i s/a/b/ a.yaml", False),
         ("python edit.py a.yaml", "a.yaml", "", True),
-        ("", "a.yaml", "python check.py other_a.yaml", True),
+        ("", "other_a.yaml", "python check.py a.yaml", True),
         ("", "conf[1].yaml", "", True),
         ("", "a.yaml", "apt-get install -y sed", True),
     ],
 )
 def test_the_last_that_a_script_does_to_its_yaml_counts(before: str, name: str, behind: str, is_sure: bool) -> None:
     script = f"{before}\ncat > '{name}' <<E\n{MODE}: token_mask\nE\n{behind}\n{SWIFT} --config '{name}'"
-    with nullcontext() if is_sure else pytest.raises(ConfigError, match="no start of ms-swift that can be read is given"):
+    with (
+        nullcontext() if is_sure else pytest.raises(ConfigError, match="no start of ms-swift that can be read is given")
+    ):
         assert ms_swift.translate(script).mis["weight"]["bound"] == "zero"
 
 
