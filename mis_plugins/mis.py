@@ -136,7 +136,7 @@ def compute_mis_weights_fsdp(
 
     args, ranks = view(args), miles_fsdp.ranks(parallel_state)
     sides = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs}
-    layout = whole(numbers_of(loss_masks, **sides) if response_lengths is None else response_lengths)
+    layout = whole(numbers_of(loss_masks, response_lengths, **sides))
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks, if_cut=miles_fsdp.IF_CUT)
     return _hook(args, pg_loss, batch, once(args, _settled_on_fsdp), None)
 

@@ -6,20 +6,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.errors import ConfigError, InputError, shown
 from mis_plugins.packing.layout import Layout, whole, zigzag
 from mis_plugins.packing.ragged import Ragged, Ranks
 from mis_plugins.shared.absent import LOWEST
 
 Tensors = Sequence[Tensor]
 Handed = Sequence[Tensor | None] | None  # what a host may really pass; HostBatch refuses the None
-Lengths = Sequence[Any]  # a whole number each; `host_layout` names an entry that is none
+Lengths = Sequence[Any]  # a whole number each; `whole_numbers` names an entry that is none
 
 
 @dataclass(frozen=True)
@@ -122,27 +123,24 @@ def host_layout(
     qkv_format = getattr(args, "qkv_format", "thd")
     if qkv_format not in ("thd", "bshd"):
         raise ConfigError(f"qkv_format: got {qkv_format!r}; choose one of thd, bshd")
-    lengths = {"response_lengths": response_lengths, "total_lengths": total_lengths}
+    given = {"response_lengths": response_lengths, "total_lengths": total_lengths}
     if qkv_format == "bshd":
-        lengths["max_seq_lens"] = max_seq_lens
-    for name, each in lengths.items():
+        given["max_seq_lens"] = max_seq_lens
+    for name, each in given.items():
         if each is None:
             raise InputError(f"{name}: missing, and qkv_format: {qkv_format} needs it")
-    assert response_lengths is not None and total_lengths is not None
-    padded = lengths.get("max_seq_lens")
-    check_sequences(lengths | {"loss_masks": loss_masks})
-    rows = zip(total_lengths, response_lengths, total_lengths if padded is None else padded, strict=True)
-    try:
-        fits = [(response == 0 or response < total) and total <= held for total, response, held in rows]
-    except TypeError:  # a length is no number
-        fits = [False]
+    check_sequences(given | {"loss_masks": loss_masks})
+    lengths = {name: whole_numbers(name, each) for name, each in given.items() if each is not None}
+    responses, totals, *padded = lengths.values()
+    rows = zip(totals, responses, *(padded or [totals]), strict=True)
+    fits = [(response == 0 or response < total) and total <= held for total, response, held in rows]
     if not all(fits):
         from mis_plugins.hosts import misfit
 
         raise InputError(misfit.of_lengths(fits.index(False), lengths, loss_masks))
     if cp_size == 1:
-        return whole(response_lengths)
-    return zigzag(total_lengths, response_lengths, cp_size, cp_rank, padded)
+        return whole(responses)
+    return zigzag(totals, responses, cp_size, cp_rank, *padded)
 
 
 def layout_of(args: Any, data: Mapping[str, Any], cp: tuple[int, int]) -> Layout:
@@ -186,10 +184,26 @@ def check_sequences(lists: Mapping[str, Sequence[Any] | None]) -> None:
         raise InputError(misfit.of_sequences(counts))
 
 
-def numbers_of(loss_masks: Sequence[Tensor | None] | None, **log_probs: Handed) -> list[int]:
-    """Number of tokens of each sequence by its mask; 0 where there is no tensor, which `check_lengths` refuses."""
+def numbers_of(
+    loss_masks: Sequence[Tensor | None] | None, stated: Lengths | None = None, **log_probs: Handed
+) -> list[int]:
+    """Number of tokens of each sequence as the host states it, else by its mask: 0 where there is no tensor."""
+    if stated is not None:
+        return whole_numbers("response_lengths", stated)
     check_sequences({"loss_masks": loss_masks, **log_probs})
     return [] if loss_masks is None else [x.numel() if isinstance(x, Tensor) else 0 for x in loss_masks]
+
+
+def whole_numbers(name: str, lengths: Lengths) -> list[int]:
+    """Lengths as Python's own numbers: unsigned ones of numpy, less a larger one, would wrap around."""
+    numbers: list[int] = []
+    for length in lengths:
+        try:
+            numbers.append(index(length))
+        except TypeError:
+            at = f"{name}[{len(numbers)}]"
+            raise InputError(f"{at}: got {shown(length)}; expected a whole number of tokens") from None
+    return numbers
 
 
 def counts_of(tensors: Sequence[Tensor | None]) -> list[Any]:

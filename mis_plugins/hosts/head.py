@@ -45,7 +45,8 @@ def head_of(
     held = behavior if exchange is None else _likeliest(batch, layout, top_k)[1]
     tokens = [x[len(x) - n :] for x, n in zip(batch["unconcat_tokens"], layout.response_lengths, strict=True)]
     if exchange is None:
-        places = response_rows(layout, totals, Grid(*cp), device, batch.get("max_seq_lens"))
+        padded = batch.get("max_seq_lens") if getattr(args, "qkv_format", "thd") == "bshd" else None
+        places = response_rows(layout, totals, Grid(*cp), device, padded)
     else:
         places = _stream_rows(scored, totals).to(device) - cp[1] * rows
     start = 0 if ranks.tp is None else ranks.tp.rank() * logits.shape[-1]

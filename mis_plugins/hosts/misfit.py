@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from mis_plugins.errors import shown
 from mis_plugins.packing.layout import Layout
 
 NO_ROLLOUT_LOG_PROBS = (
@@ -42,12 +41,8 @@ def of_devices(devices: Mapping[str, str]) -> str:
     return f"{odd}, and the other lists are on {most}; move all lists of a micro-batch to one device"
 
 
-def of_lengths(i: int, lengths: Mapping[str, Any], loss_masks: Sequence[Any] | None) -> str:
-    """What an error says of lengths, by name, that are no numbers, or of sequence i that is too short."""
-    for name, each in lengths.items():
-        for place, length in enumerate(each):
-            if not hasattr(length, "__index__"):
-                return f"{name}[{place}]: got {shown(length)}; expected a number of tokens"
+def of_lengths(i: int, lengths: Mapping[str, Sequence[int]], loss_masks: Sequence[Any] | None) -> str:
+    """What an error says of lengths, by name, of which those of sequence i do not fit together."""
     response, total = lengths["response_lengths"][i], lengths["total_lengths"][i]
     mask = None if loss_masks is None else loss_masks[i]
     if response < total:

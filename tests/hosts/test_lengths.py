@@ -1,10 +1,11 @@
 """Lists of a micro-batch that do not fit: the error names the odd one of the three lists, and all counts."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batches import host_args
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from mis_plugins import mis
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.batch import check_lengths
+from mis_plugins.hosts.batch import check_lengths, host_layout
 from mis_plugins.packing.layout import Layout, whole, zigzag
 
 Counts = Sequence[int | None]
@@ -161,7 +162,8 @@ WRONG = [
     (handed([5, 3], [5], [5], **LENGTHS), r"train_log_probs, rollout_log_probs: 1 sequences, but the batch has 2 "),
     (handed([5, 3], [5], [5, 3, 4]), "loss_masks, train_log_probs, rollout_log_probs: no two agree on the numb"),
     *((handed(*FIT, **LENGTHS) | {name: [LENGTHS[name][0], length]},
-       rf"{name}\[1\]: got .*; expected a number of tokens") for name in LENGTHS for length in (None, "8", (8,))),
+       rf"{name}\[1\]: got .*; expected a whole number of tokens")
+      for name in LENGTHS for length in (None, "8", (8,), 8.0, torch.tensor(8.0))),
     *((handed(*FIT) | {name: [torch.ones(n, device="meta") for n in (5, 3)]},
        rf"{name}\[0\]: on meta, and the other lists are on cpu; move all lists of") for name in (MASK, TRAIN, ROLLOUT)),
     # The prompt has one token; a response_length that is one too large leaves no prompt.
@@ -177,6 +179,23 @@ def test_lists_and_lengths_that_no_batch_has_are_named(given: dict[str, Any], sa
     qkv_format = "bshd" if "max_seq_lens" in given else "thd"
     with pytest.raises(InputError, match=f"^{said}"):
         hook(host_args(mis={"weight": {}}, qkv_format=qkv_format), **given)
+
+
+def test_lengths_in_floats_are_named_where_a_host_hands_no_others():
+    given = handed(*FIT, response_lengths=[5, 3]) | {"response_lengths": [5, 3.0]}
+    with pytest.raises(InputError, match=r"^response_lengths\[1\]: got 3\.0; expected a whole number of tokens"):
+        mis.compute_mis_weights_fsdp(host_args(mis={"weight": {}}), **given)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint64, np.int8, torch.tensor])
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+def test_lengths_of_any_whole_number_are_cut_alike(qkv_format: str, kind: Callable[[int], Any]):
+    """Unsigned numbers wrap around below 0, and 8 bits hold no sum of three lengths."""
+    args, stated = SimpleNamespace(qkv_format=qkv_format), ([120, 90], [100, 60], [124, 124])
+    totals, responses, padded = ([kind(length) for length in each] for each in stated)
+    for rank in range(2):
+        layout = host_layout(args, totals, responses, padded, 2, rank)
+        assert layout == zigzag(*stated[:2], 2, rank, stated[2] if qkv_format == "bshd" else None)
 
 
 def test_the_rollout_hook_names_the_hosts_own_list():

@@ -192,6 +192,12 @@ def test_the_gradient_is_the_oracles(one_process: None, bound: str | None) -> No
     assert error(gradient, wanted(batch, bound)) < 1e-6
 
 
+def test_packed_sequences_are_not_padded(one_process: None) -> None:
+    """Rows of `thd` have the sequences' own lengths, whatever else the batch says."""
+    _, gradient, _ = run(Batch(3, change=lambda host: host.update(max_seq_lens=[64] * len(LENGTHS))), args())
+    assert error(gradient, wanted(Batch(3), None)) < 1e-6
+
+
 @pytest.mark.parametrize("keys", [{}, {"metrics": "full"}, {"metrics": "full", "center": None}], ids=str)
 def test_the_logits_of_a_step_are_freed_behind_it(
     one_process: None, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
