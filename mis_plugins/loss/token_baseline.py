@@ -6,15 +6,16 @@ Li et al. 2026, "The Optimal Token Baseline: Variance Reduction for Long-Horizon
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from mis_plugins.correction.ratios import widened
 from mis_plugins.packing.ragged import Ragged
 
 
 @torch.no_grad()
 def token_advantages(
-    rewards: Float[Tensor, " T"],
+    rewards: Shaped[Tensor, " T"],
     log_probs: Float[Tensor, " T"],
     sum_of_squares: Float[Tensor, " T"],
     ragged: Ragged,
@@ -36,17 +37,17 @@ def token_advantages(
     """
     assert ragged.responses is None, "a baseline reads whole responses"
     valid = ragged.loss_mask
-    energy = 1 - 2 * log_probs.double().exp() + sum_of_squares.double()
+    energy = (1 - 2 * log_probs.double().exp() + sum_of_squares.double()).clamp(min=0)  # rounded, it may lie below
     energy = energy if weights is None else energy * weights.double().square()
     reward, energy, rank = (torch.where(valid, x.double(), 0) for x in (rewards, energy, valid))
     so_far, path, rank = _running(torch.stack([reward, energy, rank]), ragged)
     returns = ragged.to_tokens(ragged.sums(reward)[0]) - so_far + reward
-    place = ragged.to_tokens(groups) * valid.numel() + rank.long()
+    place = ragged.to_tokens(groups.long()) * valid.numel() + rank.long()
     _, place = torch.where(valid, place, -1).unique(return_inverse=True)
     total = lambda x: torch.zeros_like(path).index_add_(0, place, torch.where(valid, x, 0))[place]  # noqa: E731
     count, weight, weighted = total(torch.ones_like(path)), total(path), total(path * returns)
     baseline = torch.where((count > 1) & (weight > 0), weighted / weight, 0)
-    return torch.where(valid, returns - baseline, 0).to(rewards.dtype)
+    return torch.where(valid, returns - baseline, 0).to(widened(rewards).dtype)
 
 
 def _running(rows: Float[Tensor, "K T"], ragged: Ragged) -> Float[Tensor, "K T"]:

@@ -52,13 +52,13 @@ def advantages_of(batch: list[Response]) -> list[list[float]]:
 def random_batch(seed: int, lengths: tuple[int, ...] = (5, 9, 0, 7, 1, 6, 4)) -> list[Response]:
     rng = random.Random(seed)
     drawn = lambda n, low, high: [rng.uniform(low, high) for _ in range(n)]  # noqa: E731
-    return [
-        Response(
-            drawn(n, -1, 1), drawn(n, -4, -0.01), drawn(n, 0.2, 1), drawn(n, 0, 2),
-            [rng.random() < 0.8 for _ in range(n)], i % 3,
-        )
-        for i, n in enumerate(lengths)
-    ]  # fmt: skip
+    batch = []
+    for i, n in enumerate(lengths):
+        log_probs = drawn(n, -4, -0.01)
+        squares = [math.exp(2 * x) + rng.random() * (1 - math.exp(x)) ** 2 for x in log_probs]
+        mask = [rng.random() < 0.8 for _ in range(n)]
+        batch.append(Response(drawn(n, -1, 1), log_probs, squares, drawn(n, 0, 2), mask, i % 3))
+    return batch
 
 
 def ours(batch: list[Response], weigh: bool = True) -> Tensor:
@@ -97,6 +97,23 @@ def test_equal_norms_leave_the_group_mean() -> None:
 def test_tokens_that_were_certain_have_no_gradient_and_no_baseline() -> None:
     batch = [Response([reward], [0.0], [1.0], [1.0], [True], 0) for reward in (1.0, 0.0)]
     assert ours(batch).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("apart", [1.5, 2.0])
+def test_norms_of_certain_tokens_that_round_below_0_leave_a_mean_of_the_returns(apart: float) -> None:
+    """A sum of squares in float32 may be less than the square of its largest probability."""
+    squares = 1 - 2**-24, 1 + apart * 2**-24
+    batch = [Response([float(i)], [0.0], [squares[i]], [1.0], [True], 0) for i in range(2)]
+    assert ours(batch).tolist() == [-1.0, 0.0]
+
+
+def test_whole_rewards_and_narrow_groups_are_numbers_like_others() -> None:
+    ragged = whole([100] * 4).place(torch.ones(400), Ranks())
+    rows = torch.arange(400) % 3 == 0, torch.full((400,), -1.0), torch.full((400,), 0.3)
+    expected = token_advantages(rows[0].float(), *rows[1:], ragged, torch.tensor([0, 1, 0, 1]) * 3)
+    for rewards in (rows[0], rows[0].int()):
+        advantages = token_advantages(rewards, *rows[1:], ragged, torch.tensor([0, 3, 0, 3], dtype=torch.int8))
+        assert torch.equal(advantages, expected) and not torch.equal(advantages, advantages.round())
 
 
 def test_what_lies_under_the_mask_does_not_count() -> None:
