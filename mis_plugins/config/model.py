@@ -116,7 +116,7 @@ class WeightConfig:
                     f"{{lower}}: {self.lower:g} has no effect with {{bound}}: {self.bound}; drop it, or use "
                     "{bound}: clip"
                 )
-        elif self.lower is None and self.ceiling <= 1:
+        elif self.lower is None and single(self.ceiling) <= 1:
             raise ConfigError(
                 f"{{lower}}: unset means 1 / {{upper}}: {1 / self.ceiling:g}, not below {{upper}}: {self.ceiling:g}"
             )

@@ -20,6 +20,7 @@ NESTED = [
     ({"wieght": {}}, r"mis\.wieght: unknown key.*weight"),
     ({"weight": {"bound": "clip", "lower": 0.9999999999, "upper": 1.0000000001}},
      r"mis\.weight\.lower: 1 is not below mis\.weight\.upper: 1 in a float of 32 bits"),
+    ({"weight": {"bound": "clip", "upper": 1.0000000001}}, r"lower: unset means 1 / mis\.weight\.upper: 1, not below"),
     ({"weight": None, "reject": [{"over": "token", "upper": 2, "down_weigh": 0.9999999999}]}, r"down_weigh: got 1"),
     *(({"weight": None, **within(size)}, r"expected a number that a float of 32 bits holds in full")
       for size in ("1e-50", 1e-40, 1e39, -1e39, 10**400) for within in (
