@@ -31,16 +31,6 @@ class Totals(dict[str, Tensor]):
         return self["log_ratio"] / self.size
 
     @cached_property
-    def ratio(self) -> Float[Tensor, " N"]:
-        """Ratio of the whole unit, with its log clamped; 0 where it is not known."""
-        return torch.where(self.known, exp_clamped(self["log_ratio"]), 0)
-
-    @cached_property
-    def mean_ratio(self) -> Float[Tensor, " N"]:
-        """Geometric mean of the unit's ratios, with its log clamped; 0 where the unit is not known."""
-        return torch.where(self.known, exp_clamped(self.mean_log_ratio), 0)
-
-    @cached_property
     def ratio_min(self) -> Float[Tensor, " N"]:
         """Smallest ratio of the unit's tokens, with its log clamped."""
         return exp_clamped(self["log_ratio_min"])
@@ -131,7 +121,7 @@ def known_log_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]
 
 def unit_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
     """Ratio of the whole unit, or its geometric mean, with the log clamped; 0 where the unit is not known."""
-    return totals.mean_ratio if LEVEL_OVER[weight.level] == "mean" else totals.ratio
+    return torch.where(totals.known, exp_clamped(unit_log_ratio(totals, weight)), 0)
 
 
 def unit_weight(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:

@@ -197,12 +197,11 @@ def numbers_of(
 def whole_numbers(name: str, lengths: Lengths) -> list[int]:
     """Lengths as Python's own numbers: unsigned ones of numpy, less a larger one, would wrap around."""
     numbers: list[int] = []
-    for length in lengths:
+    for size in lengths:
         try:
-            numbers.append(index(length))
+            numbers.append(index(size))
         except TypeError:
-            at = f"{name}[{len(numbers)}]"
-            raise InputError(f"{at}: got {shown(length)}; expected a whole number of tokens") from None
+            raise InputError(f"{name}[{len(numbers)}]: got {shown(size)}; expected a whole number of tokens") from None
     return numbers
 
 
