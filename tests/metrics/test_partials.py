@@ -299,6 +299,15 @@ def test_a_probability_beyond_every_float_lies_above_the_limit(over: str):
     assert found["rule_1_min"] == pytest.approx(math.exp(-1))
 
 
+@pytest.mark.parametrize(("side", "bound"), [("upper", 2.0), ("lower", 0.5)])
+@pytest.mark.parametrize("over", ["token", "min", "max"])
+def test_a_ratio_on_the_bound_is_kept_and_counted_so(over: str, side: str, bound: float) -> None:
+    """In float32 log 2 lies above what it is in float64, and log 0.5 below."""
+    batch = Batch([torch.tensor([math.log(bound)])], [torch.zeros(1)], [torch.ones(1)], [3])
+    metrics = step_of(batch, weight=None, reject=[{"over": over, side: bound}])
+    assert metrics["rejected_fraction"] == metrics["rule_1_unit_rejected_fraction"] == 0.0
+
+
 def test_without_correction_a_lost_log_prob_leaves_the_loss_as_it_is():
     batch = make_batch([([-1.0, -2.0], [-1.5, math.nan], [1, 1])])
     parsed = from_mapping({"weight": None})
