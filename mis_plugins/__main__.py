@@ -1,14 +1,18 @@
 """Configs of a correction, reports of a run, and checks of a host, from the command line.
 
-    python -m mis_plugins config list
+    python -m mis_plugins config list --family start
     python -m mis_plugins config show verl-decoupled-geo-rs
-    python -m mis_plugins config check FILE.yaml
-    python -m mis_plugins config check - < FILE.yaml
+    python -m mis_plugins config check tis --host miles
     python -m mis_plugins config check run.sh > run.patch
-    python -m mis_plugins config from-verl ppo_trainer.yaml algorithm.rollout_correction.rollout_is=token
-    python -m mis_plugins config suggest DUMPS
+    python -m mis_plugins config path tis
+    python -m mis_plugins config from-verl ppo_trainer.yaml algorithm.rollout_correction.rollout_is=token > mis.yaml
+    python -m mis_plugins config from-ms-swift run.sh rollout_importance_sampling_threshold=3 > mis.yaml
+    python -m mis_plugins config from-areal gsm8k_grpo.yaml actor.behav_imp_weight_cap=5 > mis.yaml
+    python -m mis_plugins config from-trl grpo.yaml use_vllm=true > mis.yaml
+    python -m mis_plugins config from-prime-rl rl.toml trainer.loss.type=ipo > mis.yaml
+    python -m mis_plugins config suggest DUMPS > mis.yaml
     python -m mis_plugins report DUMPS
-    python -m mis_plugins hosts check CHECKOUT
+    python -m mis_plugins hosts check ~/miles
 
 Exit codes: 0 it is good; 1 lines of a launch script have to change, or a host has moved and is still served; 2 it is
 not good, and stderr says which key and what to do; 3 `report --watch` saw an alarm; 130 interrupted; 141 nobody reads
@@ -75,10 +79,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     except (UserError, OSError, yaml.YAMLError) as error:
         target = str(getattr(arguments, "target", getattr(arguments, "checkout", arguments.group)))
-        target, why = cut(target, LONGEST_TARGET), cut(str(error), LONGEST_ERROR)
+        target, why = cut(target, LONGEST_TARGET), cut(_why(error, target), LONGEST_ERROR)
         print_error(f"{'standard input' if target == STDIN else target}: {why}")
         return REFUSED
     return 0
+
+
+def _why(error: Exception, target: str) -> str:
+    """What an error says: of a file that cannot be opened without its path, of a missing one whether it is a preset."""
+    if not isinstance(error, OSError) or str(error.filename) != str(Path(target)):
+        return str(error)
+    preset = Path(target).stem.lower()
+    meant = isinstance(error, FileNotFoundError) and preset in presets()
+    return f"{error.strerror}{f'; did you mean the preset {preset}?' if meant else ''}"
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -208,9 +221,6 @@ def from_verl(arguments: argparse.Namespace) -> str:
     FILE is a yaml or a part of one, a .sh, `-`, or a preset such as decoupled_token_is(). Hydra overrides may follow,
     which win. The output is a file for --custom-config-path: comments say which key of verl's each setting comes
     from, what differs, and which flags it needs.
-
-        python -m mis_plugins config from-verl ppo_trainer.yaml \\
-            algorithm.rollout_correction.rollout_is=token > mis.yaml
     """
     target = arguments.target
     named = verl_presets.is_call(target) and not Path(target).exists()
@@ -303,8 +313,6 @@ def hosts_check(arguments: argparse.Namespace) -> int:
     CHECKOUT is the root of a checkout of Miles, slime or vime. Its source is read, and never imported or run. The
     command also names flags of our launch scripts that nothing there defines any more.
 
-        python -m mis_plugins hosts check ~/miles
-
     Exit codes: 0 all is found where our own runs found it; 1 something moved, and is served; 2 a hook or a script of
     ours would fail, or there is no checkout.
     """
@@ -394,10 +402,10 @@ GROUPS = {
 AS_WRITTEN = argparse.RawDescriptionHelpFormatter
 
 
-def _words(group: str) -> str:
-    """What a group of commands is for, with the examples of the module's docstring that are of this group."""
-    examples = [line for line in (__doc__ or "").splitlines() if f"mis_plugins {group} " in line]
-    return "\n".join([GROUPS[group], "", *examples])
+def _words(text: str, called: str) -> str:
+    """What a group or a command is for, with the examples of the module's docstring that call it."""
+    examples = [line for line in (__doc__ or "").splitlines() if f" mis_plugins {called} " in line]
+    return "\n".join([text, "", *examples])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -409,13 +417,15 @@ def _parser() -> argparse.ArgumentParser:
         if "" in commands:
             named = {group: commands[""]}
         else:
-            made = groups.add_parser(group, help=GROUPS[group], description=_words(group), formatter_class=AS_WRITTEN)
+            text = GROUPS[group]
+            made = groups.add_parser(group, help=text, description=_words(text, group), formatter_class=AS_WRITTEN)
             into = made.add_subparsers(required=True, metavar="|".join(named))
         for name, successor in GONE.get(group, {}).items():
             into.add_parser(name).add_argument("file", action=Gone, successor=successor)
         for name, (run, arguments) in named.items():
             text = inspect.cleandoc(run.__doc__ or "")
-            command = into.add_parser(name, help=text.partition("\n")[0], description=text, formatter_class=AS_WRITTEN)
+            words = _words(text, name if into is groups else f"{group} {name}")
+            command = into.add_parser(name, help=text.partition("\n")[0], description=words, formatter_class=AS_WRITTEN)
             command.set_defaults(run=run)
             for argument, options in arguments.items():
                 choices = options.get("choices")  # a function where hosts may be registered later

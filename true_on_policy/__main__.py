@@ -146,7 +146,8 @@ def add_contract(subparsers: Subparsers) -> None:
 
     parser = subparsers.add_parser("contract", help="what trainer and engine must share on GPUs", description=CONTRACT)
     actions = parser.add_subparsers(required=True, metavar="show")
-    show = actions.add_parser("show", help="print the contract of a family of models")
+    asks = "print the contract of a family of models"
+    show = actions.add_parser("show", help=asks, description=CONTRACT, formatter_class=parser.formatter_class)
     show.add_argument("family", help=f"one of {', '.join(GPU_FAMILIES)}")
     show.add_argument(
         "--backend", choices=get_args(TrainBackend), default="megatron", help="what trains (default: %(default)s)"

@@ -308,6 +308,22 @@ def test_an_unknown_preset(capsys: pytest.CaptureFixture):
     assert "did you mean verl-decoupled-geo-rs?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("TIS", "TIS: preset 'TIS': unknown; did you mean tis?"),
+        ("qqqq", "qqqq: preset 'qqqq': unknown; `python -m mis_plugins config list` names all"),
+        ("/", "/: preset '/': unknown; it is a folder, and a file is expected"),
+        ("TIS.yaml", "TIS.yaml: No such file or directory; did you mean the preset tis?"),
+        ("absent.yaml", "absent.yaml: No such file or directory"),
+    ],
+)
+def test_a_name_that_is_no_preset_and_no_file(target: str, message: str, capsys: pytest.CaptureFixture):
+    for command in ("show", "check", "path"):
+        assert main(["config", command, target]) == 2
+        assert capsys.readouterr().err.strip() == message
+
+
 # --------------------------------------------------------------------------------------------------------- documents
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
