@@ -50,6 +50,7 @@ def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
         return reading.from_args(as_arguments({"use_tis": not only_metrics, **keys}))
     except ConfigError as error:
         problem, looked, _ = error.template.partition(" (looked for in: ")  # of a job's arguments
+        problem = problem.removeprefix("--use-tis is set but ")  # nobody has set it for a file that is only read
         raise ConfigError(f"{problem} (the file says {', '.join(keys)})") if looked else error from None
 
 

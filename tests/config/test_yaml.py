@@ -140,6 +140,7 @@ def test_a_product_of_2000_ratios_of_1_001():
         ("miss: {weight: {upper: 2.0}}", "nothing says how to correct"),  # a typo of the key itself
         ("tis_level: sequence", "tis_upper_bound"),
         ("{}", "nothing says how to correct"),
+        ("mis:", "yaml: nothing says how to correct: pass a preset"),  # and blames no flag
         ("", "empty"),
         ("# nothing yet\n", "empty"),
         ("mis: {weight: {upper: 2}}\nmis: {weight: {upper: 5}}", "mis: in line 1 and again in line 2"),

@@ -365,6 +365,7 @@ def test_areals_own_words_stand_beside_each_setting():
     flat = " ".join(line.lstrip("# ") for line in text.splitlines())
     for said in (
         "needs: --loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss",
+        "--custom-config-path FILE, where FILE holds this text",
         "upper: 5.0 # actor.behav_imp_weight_cap: 5.0",
         "lower: 0.2 # actor.behav_imp_weight_floor: 0.2",
         "# rollout.enable_segment_wise_ppo: true",
