@@ -177,9 +177,7 @@ def _switch(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
             f"`config path {WATCHING}` prints"
         )
     else:
-        yield (
-            "switch: without use_tis in the file, --use-tis on the command line corrects, and a run without it watches"
-        )
+        yield "switch: without use_tis in the file, --use-tis on the command line corrects; a run without it watches"
 
 
 def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None) -> Iterator[str]:
@@ -272,10 +270,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
 def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
     """Warnings where the file overrides the host's flags: a host sets its keys after the command line."""
     if keys.get("use_tis") is False:
-        yield (
-            "use_tis: false wins over --use-tis: metrics alone through the loss hook, or with --get-mismatch-metrics, "
-            "else nothing at all"
-        )
+        yield "use_tis: false wins over --use-tis: metrics by the loss hook or --get-mismatch-metrics, else nothing"
     if keys.get("use_tis") is None and keys.get("get_mismatch_metrics") and (config.corrects or config.needs_loss_hook):
         yield "get_mismatch_metrics: true corrects nothing by itself: metrics alone, unless with --use-tis"
     if (idle := reading.idle_rule(keys)) is not None:
@@ -372,12 +367,6 @@ CHECKOUT: Arguments = {
     "checkout": {"type": Path, "metavar": "CHECKOUT", "help": "the root of the host's source"},
     **dict.fromkeys(("--history", "--since"), {"action": Gone, "successor": BY_GIT}),
 }  # fmt: skip
-GONE = {
-    "config": {
-        "from-miles": "the flat file works as it is: pass it as --custom-config-path FILE, and see what it does with "
-        "`config check FILE`"
-    }
-}
 COMMANDS: dict[str, dict[str, tuple[Run, Arguments]]] = {
     "config": {
         "list": (names, FAMILY),
@@ -413,19 +402,15 @@ def _parser() -> argparse.ArgumentParser:
     add_version(parser)
     groups = parser.add_subparsers(required=True, metavar="|".join(COMMANDS), dest="group")
     for group, commands in COMMANDS.items():
-        into, named = groups, commands
-        if "" in commands:
-            named = {group: commands[""]}
-        else:
+        into = groups
+        if group in GROUPS:
             text = GROUPS[group]
             made = groups.add_parser(group, help=text, description=_words(text, group), formatter_class=AS_WRITTEN)
-            into = made.add_subparsers(required=True, metavar="|".join(named))
-        for name, successor in GONE.get(group, {}).items():
-            into.add_parser(name).add_argument("file", action=Gone, successor=successor)
-        for name, (run, arguments) in named.items():
+            into = made.add_subparsers(required=True, metavar="|".join(commands))
+        for name, (run, arguments) in commands.items():
             text = inspect.cleandoc(run.__doc__ or "")
-            words = _words(text, name if into is groups else f"{group} {name}")
-            command = into.add_parser(name, help=text.partition("\n")[0], description=words, formatter_class=AS_WRITTEN)
+            first, words = text.partition("\n")[0], _words(text, f"{group} {name}".strip())
+            command = into.add_parser(name or group, help=first, description=words, formatter_class=AS_WRITTEN)
             command.set_defaults(run=run)
             for argument, options in arguments.items():
                 choices = options.get("choices")  # a function where hosts may be registered later

@@ -96,8 +96,6 @@ def add_verify(subparsers: Subparsers) -> None:
     )
     tokens = "how many to compare, at least (default: %(default)s); a run goes on until each situation was asked for"
     parser.add_argument("--tokens", type=whole, default=2000, help=tokens)
-    kernels = "the kernels of both sides (default: %(default)s)"
-    parser.add_argument("--backend", default="native", choices=("native",), help=kernels)
     order = "whose order of rounding RMSNorm follows on both sides, which matters in bf16 (default: %(default)s)"
     parser.add_argument("--norm-order", default="engine", choices=get_args(Side), help=order)
     ranks = "ranks that share a row-parallel weight (default: %(default)s)"
