@@ -119,7 +119,7 @@ def verify(arguments: argparse.Namespace) -> int:
     from true_on_policy.verify.prompts import prompt_lines
 
     check_model(arguments.model)
-    if arguments.prompts:
+    if arguments.prompts is not None:
         prompt_lines(arguments.prompts)
     with importing():  # torch and transformers: seconds
         from true_on_policy.models import tiny  # noqa: F401

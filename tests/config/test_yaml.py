@@ -309,6 +309,15 @@ def test_an_unknown_preset(capsys: pytest.CaptureFixture):
     assert "did you mean verl-decoupled-geo-rs?" in capsys.readouterr().err
 
 
+def test_an_empty_option_as_of_an_unset_variable_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture):
+    script, run = tmp_path / "run.sh", tmp_path / "run.jsonl"
+    script.write_text("python3 train.py --actor-num-nodes 1\n")
+    run.write_text('{"behavior_log_probs": [-1.0], "proximal_log_probs": [-1.0]}\n')
+    for words in (["config", "check", str(script), "--preset"], ["report", str(run), "--config"], ["config", "show"]):
+        assert main([*words, ""]) == 2
+        assert "preset '': unknown; `python -m mis_plugins config list` names all" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [
