@@ -97,9 +97,11 @@ def test_what_a_preset_would_have_kept_out(tmp_path: Path, monkeypatch: pytest.M
     rows = [
         {"sample": "near", "proximal_log_probs": [-1.0, -2.0], "behavior_log_probs": [-1.0, -2.001]},
         {"sample": "far", "proximal_log_probs": [-1.0, -2.0], "behavior_log_probs": [-1.0, -1.0]},
+        {"sample": "tool", "proximal_log_probs": [-1.0, -2], "behavior_log_probs": [-1.0, 0], "loss_mask": [1, 0]},
+        {"proximal_log_probs": [-1.0], "behavior_log_probs": [-2.0]},
     ]
     Path("rollout.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert run("examples.md", 1)["kept_out"] == ["far"]
+    assert run("examples.md", 1)["kept_out"] == ["far", 3]
 
 
 def test_a_weight_in_a_loop_of_ones_own() -> None:
