@@ -1,6 +1,7 @@
 """The size of the house beside its goals: lines, files, what the hook loads, tests, bytes, operators.
 
     python lab/size.py
+    python lab/size.py --modules    the modules that a hook loads, the longest first
     python lab/size.py --rooms      what holds the lines of an install, of the lab and of the tests, and why
 
 Runs as a plain file too, from any folder, with nothing of the pack installed. A row whose goal is missed is marked.
@@ -224,6 +225,9 @@ def main() -> int:
     if sys.argv[1:] == ["--rooms"]:
         print(by_room())
         return 0
+    if sys.argv[1:]:
+        print(__doc__, end="", file=sys.stderr)
+        return 2
     for row in rows():
         print(as_text(row), flush=True)
     return 0

@@ -1,14 +1,18 @@
 """Configs of a correction, reports of a run, and checks of a host, from the command line.
 
-    python -m mis_plugins config list
+    python -m mis_plugins config list --family start
     python -m mis_plugins config show verl-decoupled-geo-rs
-    python -m mis_plugins config check FILE.yaml
-    python -m mis_plugins config check - < FILE.yaml
+    python -m mis_plugins config check tis --host miles
     python -m mis_plugins config check run.sh > run.patch
-    python -m mis_plugins config from-verl ppo_trainer.yaml algorithm.rollout_correction.rollout_is=token
-    python -m mis_plugins config suggest DUMPS
+    python -m mis_plugins config path tis
+    python -m mis_plugins config from-verl ppo_trainer.yaml algorithm.rollout_correction.rollout_is=token > mis.yaml
+    python -m mis_plugins config from-ms-swift run.sh rollout_importance_sampling_threshold=3 > mis.yaml
+    python -m mis_plugins config from-areal gsm8k_grpo.yaml actor.behav_imp_weight_cap=5 > mis.yaml
+    python -m mis_plugins config from-trl grpo.yaml use_vllm=true > mis.yaml
+    python -m mis_plugins config from-prime-rl rl.toml trainer.loss.type=ipo > mis.yaml
+    python -m mis_plugins config suggest DUMPS > mis.yaml
     python -m mis_plugins report DUMPS
-    python -m mis_plugins hosts check CHECKOUT
+    python -m mis_plugins hosts check ~/miles
 
 Exit codes: 0 it is good; 1 lines of a launch script have to change, or a host has moved and is still served; 2 it is
 not good, and stderr says which key and what to do; 3 `report --watch` saw an alarm; 130 interrupted; 141 nobody reads
@@ -55,13 +59,19 @@ from mis_plugins.shared.terminal import print_error, printable
 
 LONGEST_TARGET, LONGEST_ERROR = 300, 2000  # letters; a path of `base64:` holds a whole file
 SETTING = re.compile(r"[+~]*[\w.@-]+=")  # how a setting behind a translator's file, or before it, begins
+FROM_MILES = (
+    "the flat file works as it is: pass it as --custom-config-path FILE, and see what it does with `config check FILE`"
+)
 LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names, and return its exit code."""
     own, given = _split(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(own)
+    parser = _parser()
+    if own[:2] == ["config", "from-miles"]:
+        parser.error(f"config from-miles is gone: {FROM_MILES}")
+    arguments = parser.parse_args(own)
     arguments.given = given
     try:
         done = arguments.run(arguments)
@@ -75,10 +85,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     except (UserError, OSError, yaml.YAMLError) as error:
         target = str(getattr(arguments, "target", getattr(arguments, "checkout", arguments.group)))
-        target, why = cut(target, LONGEST_TARGET), cut(str(error), LONGEST_ERROR)
+        target, why = cut(target, LONGEST_TARGET), cut(_why(error, target), LONGEST_ERROR)
         print_error(f"{'standard input' if target == STDIN else target}: {why}")
         return REFUSED
     return 0
+
+
+def _why(error: Exception, target: str) -> str:
+    """What an error says: of a file that cannot be opened without its path, of a missing one whether it is a preset."""
+    if not isinstance(error, OSError) or str(error.filename) != str(Path(target)):
+        return str(error)
+    preset = Path(target).stem.lower()
+    meant = isinstance(error, FileNotFoundError) and preset in presets()
+    return f"{error.strerror}{f'; did you mean the preset {preset}?' if meant else ''}"
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -164,9 +183,7 @@ def _switch(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
             f"`config path {WATCHING}` prints"
         )
     else:
-        yield (
-            "switch: without use_tis in the file, --use-tis on the command line corrects, and a run without it watches"
-        )
+        yield "switch: without use_tis in the file, --use-tis on the command line corrects; a run without it watches"
 
 
 def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None) -> Iterator[str]:
@@ -208,9 +225,6 @@ def from_verl(arguments: argparse.Namespace) -> str:
     FILE is a yaml or a part of one, a .sh, `-`, or a preset such as decoupled_token_is(). Hydra overrides may follow,
     which win. The output is a file for --custom-config-path: comments say which key of verl's each setting comes
     from, what differs, and which flags it needs.
-
-        python -m mis_plugins config from-verl ppo_trainer.yaml \\
-            algorithm.rollout_correction.rollout_is=token > mis.yaml
     """
     target = arguments.target
     named = verl_presets.is_call(target) and not Path(target).exists()
@@ -262,10 +276,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
 def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
     """Warnings where the file overrides the host's flags: a host sets its keys after the command line."""
     if keys.get("use_tis") is False:
-        yield (
-            "use_tis: false wins over --use-tis: metrics alone through the loss hook, or with --get-mismatch-metrics, "
-            "else nothing at all"
-        )
+        yield "use_tis: false wins over --use-tis: metrics by the loss hook or --get-mismatch-metrics, else nothing"
     if keys.get("use_tis") is None and keys.get("get_mismatch_metrics") and (config.corrects or config.needs_loss_hook):
         yield "get_mismatch_metrics: true corrects nothing by itself: metrics alone, unless with --use-tis"
     if (idle := reading.idle_rule(keys)) is not None:
@@ -302,8 +313,6 @@ def hosts_check(arguments: argparse.Namespace) -> int:
 
     CHECKOUT is the root of a checkout of Miles, slime or vime. Its source is read, and never imported or run. The
     command also names flags of our launch scripts that nothing there defines any more.
-
-        python -m mis_plugins hosts check ~/miles
 
     Exit codes: 0 all is found where our own runs found it; 1 something moved, and is served; 2 a hook or a script of
     ours would fail, or there is no checkout.
@@ -364,12 +373,6 @@ CHECKOUT: Arguments = {
     "checkout": {"type": Path, "metavar": "CHECKOUT", "help": "the root of the host's source"},
     **dict.fromkeys(("--history", "--since"), {"action": Gone, "successor": BY_GIT}),
 }  # fmt: skip
-GONE = {
-    "config": {
-        "from-miles": "the flat file works as it is: pass it as --custom-config-path FILE, and see what it does with "
-        "`config check FILE`"
-    }
-}
 COMMANDS: dict[str, dict[str, tuple[Run, Arguments]]] = {
     "config": {
         "list": (names, FAMILY),
@@ -394,10 +397,10 @@ GROUPS = {
 AS_WRITTEN = argparse.RawDescriptionHelpFormatter
 
 
-def _words(group: str) -> str:
-    """What a group of commands is for, with the examples of the module's docstring that are of this group."""
-    examples = [line for line in (__doc__ or "").splitlines() if f"mis_plugins {group} " in line]
-    return "\n".join([GROUPS[group], "", *examples])
+def _words(text: str, called: str) -> str:
+    """What a group or a command is for, with the examples of the module's docstring that call it."""
+    examples = [line for line in (__doc__ or "").splitlines() if f" mis_plugins {called} " in line]
+    return "\n".join([text, "", *examples])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -405,17 +408,15 @@ def _parser() -> argparse.ArgumentParser:
     add_version(parser)
     groups = parser.add_subparsers(required=True, metavar="|".join(COMMANDS), dest="group")
     for group, commands in COMMANDS.items():
-        into, named = groups, commands
-        if "" in commands:
-            named = {group: commands[""]}
-        else:
-            made = groups.add_parser(group, help=GROUPS[group], description=_words(group), formatter_class=AS_WRITTEN)
-            into = made.add_subparsers(required=True, metavar="|".join(named))
-        for name, successor in GONE.get(group, {}).items():
-            into.add_parser(name).add_argument("file", action=Gone, successor=successor)
-        for name, (run, arguments) in named.items():
+        into = groups
+        if group in GROUPS:
+            text = GROUPS[group]
+            made = groups.add_parser(group, help=text, description=_words(text, group), formatter_class=AS_WRITTEN)
+            into = made.add_subparsers(required=True, metavar="|".join(commands))
+        for name, (run, arguments) in commands.items():
             text = inspect.cleandoc(run.__doc__ or "")
-            command = into.add_parser(name, help=text.partition("\n")[0], description=text, formatter_class=AS_WRITTEN)
+            first, words = text.partition("\n")[0], _words(text, f"{group} {name}".strip())
+            command = into.add_parser(name or group, help=first, description=words, formatter_class=AS_WRITTEN)
             command.set_defaults(run=run)
             for argument, options in arguments.items():
                 choices = options.get("choices")  # a function where hosts may be registered later

@@ -2,7 +2,9 @@
 # into it, each file by its hash (scripts/supply.sh), and enters it. An environment that happens to be active is left
 # alone: it may be a host's, with another torch. MIS_VENV names another environment, for example
 # MIS_VENV="$VIRTUAL_ENV". A stamp skips the install until setup.py, pyproject.toml or the constraints change. PYTHON
-# names the interpreter (default python3).
+# names the interpreter (default python3). With --help a script prints its first lines, and nothing is installed.
+
+[[ " $* " != *" --help "* ]] || exec sed -n '2,/^set /s/^# \?//p' "$0"
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 environment=${MIS_VENV:-$repository/.venv}

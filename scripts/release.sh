@@ -3,7 +3,7 @@
 #   bash scripts/release.sh FOLDER [COMMIT]    into FOLDER; COMMIT is HEAD where none is named
 # Needs `pip install build 'setuptools>=77'` in the environment of python3, or of the interpreter that PYTHON names.
 set -euo pipefail
-if [ $# -lt 1 ]; then
+if [[ ${1:--} = -* ]]; then
     echo "usage: release.sh FOLDER [COMMIT]" >&2
     exit 2
 fi

@@ -4,7 +4,6 @@
 #   RESULTS=runs/certificates bash scripts/verify-real-model.sh --tokens 500
 # Certificates and pictures: lab/results/certificate-*-smollm2-135m-*. Ends at the first that is not "equal".
 set -euo pipefail
-[[ " $* " != *" --help "* ]] || exec sed -n '2,/^set /s/^# \?//p' "$0"
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"
 export OMP_NUM_THREADS=1

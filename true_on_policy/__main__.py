@@ -96,8 +96,6 @@ def add_verify(subparsers: Subparsers) -> None:
     )
     tokens = "how many to compare, at least (default: %(default)s); a run goes on until each situation was asked for"
     parser.add_argument("--tokens", type=whole, default=2000, help=tokens)
-    kernels = "the kernels of both sides (default: %(default)s)"
-    parser.add_argument("--backend", default="native", choices=("native",), help=kernels)
     order = "whose order of rounding RMSNorm follows on both sides, which matters in bf16 (default: %(default)s)"
     parser.add_argument("--norm-order", default="engine", choices=get_args(Side), help=order)
     ranks = "ranks that share a row-parallel weight (default: %(default)s)"
@@ -113,6 +111,7 @@ def add_verify(subparsers: Subparsers) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the certificate here")
     drawn = "in a checkout of mis-plugins, `python -m lab.certificate_picture FILE` draws it, with verify's arguments"
     parser.add_argument("--picture", action=Gone, successor=drawn)
+    parser.add_argument("--backend", action=Gone, successor="both sides run the kernels `native`; leave it out")
     parser.set_defaults(run=verify)
 
 
@@ -121,7 +120,7 @@ def verify(arguments: argparse.Namespace) -> int:
     from true_on_policy.verify.prompts import prompt_lines
 
     check_model(arguments.model)
-    if arguments.prompts:
+    if arguments.prompts is not None:
         prompt_lines(arguments.prompts)
     with importing():  # torch and transformers: seconds
         from true_on_policy.models import tiny  # noqa: F401
@@ -146,7 +145,8 @@ def add_contract(subparsers: Subparsers) -> None:
 
     parser = subparsers.add_parser("contract", help="what trainer and engine must share on GPUs", description=CONTRACT)
     actions = parser.add_subparsers(required=True, metavar="show")
-    show = actions.add_parser("show", help="print the contract of a family of models")
+    asks = "print the contract of a family of models"
+    show = actions.add_parser("show", help=asks, description=CONTRACT, formatter_class=parser.formatter_class)
     show.add_argument("family", help=f"one of {', '.join(GPU_FAMILIES)}")
     show.add_argument(
         "--backend", choices=get_args(TrainBackend), default="megatron", help="what trains (default: %(default)s)"

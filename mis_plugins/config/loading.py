@@ -50,6 +50,7 @@ def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
         return reading.from_args(as_arguments({"use_tis": not only_metrics, **keys}))
     except ConfigError as error:
         problem, looked, _ = error.template.partition(" (looked for in: ")  # of a job's arguments
+        problem = problem.removeprefix("--use-tis is set but ")  # nobody has set it for a file that is only read
         raise ConfigError(f"{problem} (the file says {', '.join(keys)})") if looked else error from None
 
 
@@ -93,7 +94,9 @@ def preset_path(name: str) -> Path:
     """The file of a preset, in a checkout or an installed package; a ConfigError names the nearest that exists."""
     files = presets()
     if name not in files:
-        raise ConfigError(f"preset {shown(name)}: unknown{reading.suggest(name, files)}")
+        folder = "; it is a folder, and a file is expected" if name and Path(name).is_dir() else None
+        near = folder or reading.suggest(name, files, "; `python -m mis_plugins config list` names all")
+        raise ConfigError(f"preset {shown(name)}: unknown{near}")
     return files[name]
 
 

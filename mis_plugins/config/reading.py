@@ -364,8 +364,10 @@ def number(value: Any, path: str) -> float:
         ) from None
 
 
-def suggest(name: str, names: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the nearest that is known, or all of them."""
+def suggest(name: str, names: Iterable[str], otherwise: str | None = None) -> str:
+    """The end of an error about an unknown name: the nearest that is known, else `otherwise` or all known names."""
     names = list(names)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(names)}"
+    close = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(name.lower(), names, n=1)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known are {', '.join(names)}" if otherwise is None else otherwise

@@ -285,7 +285,8 @@ def run(arguments: argparse.Namespace) -> int:
     hosts = by_package()
     host = next((host for package, host in hosts.items() if _is_root(root, package)), None)
     if host is None:
-        raise InputError(f"no folder {' or '.join(hosts)} in it; give the root of a host's checkout")
+        lacks = f"no root of a checkout, which holds the package {' or '.join(hosts)}"
+        raise InputError(lacks if root.is_dir() else "no such folder; give the root of a host's checkout")
     folder = Folder(root)
     findings = [find(need, folder) for need in vars(host.needs).values()]
     print(f"{host.title}: what our hooks need of it")

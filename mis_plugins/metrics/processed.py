@@ -32,10 +32,9 @@ def warnings(related: slope.Relation) -> list[str]:
     messages = []
     if slope.cut_off(related):
         messages.append(
-            f"{mean}either the rollout engine samples from {related.mean_ratio:.1%} of the probability mass (top-p, "
-            "top-k or min-p) and renormalizes, which the trainer does not (check --rollout-top-p and "
-            "--rollout-top-k, or hand the kept tokens to the trainer), or the trainer finds nearly every token less "
-            "likely than the engine did (compare weights, chat template and precision of both)"
+            f"{mean}either the rollout engine alone samples from {related.mean_ratio:.1%} of the probability mass and "
+            "renormalizes (check --rollout-top-p, --rollout-top-k and min-p, or hand the kept tokens to the trainer); "
+            "or the trainer finds nearly every token less likely (compare weights, chat template and precision)"
         )
     if slope.unlikely(related):
         messages.append(_finds_unlikely(related.tokens, related.mean_log_ratio))

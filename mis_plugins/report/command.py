@@ -114,7 +114,7 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     keep_freed_memory()
     problems = Problems()
     scan = find(paths, problems)
-    own = Candidate(arguments.config, load(arguments.config)) if arguments.config else None
+    own = None if arguments.config is None else Candidate(arguments.config, load(arguments.config))
     own = own or found_config(scan.files, problems)
     swept = [] if arguments.sweep == "none" else candidates(arguments.sweep, own)
     survey = Survey.of(own.config if own else CorrectionConfig(), swept)

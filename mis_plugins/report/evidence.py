@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy  # noqa: F401  a tensor's `numpy()` without it is no ModuleNotFoundError
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor

@@ -183,13 +183,12 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 class Gone(argparse.Action):
     """An argument that is gone: no help lists it, and giving it is an error that names its successor."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, successor: str, required: bool = False):
-        super().__init__(option_strings, dest, nargs="?", required=required, help=argparse.SUPPRESS)
+    def __init__(self, option_strings: Sequence[str], dest: str, successor: str):
+        super().__init__(option_strings, dest, nargs="?", help=argparse.SUPPRESS)
         self.successor = successor
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        name = self.option_strings[0] if self.option_strings else parser.prog.rpartition(" ")[2]
-        parser.error(f"{name} is gone: {self.successor}")
+        parser.error(f"{self.option_strings[0]} is gone: {self.successor}")
 
 
 def watched(stream: Any) -> Any:

@@ -140,6 +140,7 @@ def test_a_product_of_2000_ratios_of_1_001():
         ("miss: {weight: {upper: 2.0}}", "nothing says how to correct"),  # a typo of the key itself
         ("tis_level: sequence", "tis_upper_bound"),
         ("{}", "nothing says how to correct"),
+        ("mis:", "yaml: nothing says how to correct: pass a preset"),  # and blames no flag
         ("", "empty"),
         ("# nothing yet\n", "empty"),
         ("mis: {weight: {upper: 2}}\nmis: {weight: {upper: 5}}", "mis: in line 1 and again in line 2"),
@@ -306,6 +307,31 @@ def test_an_unknown_preset(capsys: pytest.CaptureFixture):
         preset_path("miss")
     assert main(["config", "show", "verl-decoupled-geo"]) == 2
     assert "did you mean verl-decoupled-geo-rs?" in capsys.readouterr().err
+
+
+def test_an_empty_option_as_of_an_unset_variable_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture):
+    script, run = tmp_path / "run.sh", tmp_path / "run.jsonl"
+    script.write_text("python3 train.py --actor-num-nodes 1\n")
+    run.write_text('{"behavior_log_probs": [-1.0], "proximal_log_probs": [-1.0]}\n')
+    for words in (["config", "check", str(script), "--preset"], ["report", str(run), "--config"], ["config", "show"]):
+        assert main([*words, ""]) == 2
+        assert "preset '': unknown; `python -m mis_plugins config list` names all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("TIS", "TIS: preset 'TIS': unknown; did you mean tis?"),
+        ("qqqq", "qqqq: preset 'qqqq': unknown; `python -m mis_plugins config list` names all"),
+        ("/", "/: preset '/': unknown; it is a folder, and a file is expected"),
+        ("TIS.yaml", "TIS.yaml: No such file or directory; did you mean the preset tis?"),
+        ("absent.yaml", "absent.yaml: No such file or directory"),
+    ],
+)
+def test_a_name_that_is_no_preset_and_no_file(target: str, message: str, capsys: pytest.CaptureFixture):
+    for command in ("show", "check", "path"):
+        assert main(["config", command, target]) == 2
+        assert capsys.readouterr().err.strip() == message
 
 
 # --------------------------------------------------------------------------------------------------------- documents

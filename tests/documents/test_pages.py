@@ -1,9 +1,12 @@
 """Settings that pages show are the defaults, hooks that they name exist, and their Python runs as it stands."""
 
+import ast
 import dataclasses
+import inspect
 import json
 import pkgutil
 import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +19,7 @@ import yaml
 from lab.host.asynchronous import pool as recompute_module
 from lab.host.asynchronous import response as versions
 from lab.host.asynchronous import update_hooks as hooks_module
+from mis_plugins import mis
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.packing.layout import whole
@@ -64,6 +68,19 @@ def test_every_dotted_name_on_a_page_exists(page: Path) -> None:
         pkgutil.resolve_name(name)
 
 
+def test_the_page_of_functions_names_what_each_module_defines() -> None:
+    """The site reads sources alone: a function that a module loads late is on no page."""
+    shown = re.findall(r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?", text_of("api.md"), flags=re.MULTILINE)
+    named = {address: members.split(", ") if members else [] for address, members in shown}
+    for address, members in named.items():
+        shown_object = pkgutil.resolve_name(address)
+        module = shown_object if members else sys.modules[shown_object.__module__]
+        body = ast.parse(inspect.getsource(module)).body
+        defined = {getattr(node, "name", "") for node in body}
+        assert set(members or [shown_object.__name__]) <= defined, address
+    assert {f"mis_plugins.hosts.{file}.{name}" for name, file in mis.ELSEWHERE.items()} <= set(named)
+
+
 def test_the_hooks_that_gpu_md_names_exist() -> None:
     named = set(re.findall(r"true_on_policy\.hosts\.(\w+)", text_of("gpu.md")))
     assert named == {"policy_loss", "report_step", "miles_init", "prove_weights"}
@@ -80,9 +97,11 @@ def test_what_a_preset_would_have_kept_out(tmp_path: Path, monkeypatch: pytest.M
     rows = [
         {"sample": "near", "proximal_log_probs": [-1.0, -2.0], "behavior_log_probs": [-1.0, -2.001]},
         {"sample": "far", "proximal_log_probs": [-1.0, -2.0], "behavior_log_probs": [-1.0, -1.0]},
+        {"sample": "tool", "proximal_log_probs": [-1.0, -2], "behavior_log_probs": [-1.0, 0], "loss_mask": [1, 0]},
+        {"proximal_log_probs": [-1.0], "behavior_log_probs": [-2.0]},
     ]
     Path("rollout.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert run("examples.md", 1)["kept_out"] == ["far"]
+    assert run("examples.md", 1)["kept_out"] == ["far", 3]
 
 
 def test_a_weight_in_a_loop_of_ones_own() -> None:

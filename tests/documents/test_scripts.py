@@ -71,7 +71,7 @@ def test_quick_names_tests_that_exist() -> None:
     assert len(named) > 4 and all(path.exists() for path in named)
 
 
-INSTALLING = [path for path in SCRIPTS if "/install.sh" in path.read_text() and path.stem != "test"]
+INSTALLING = [path for path in SCRIPTS if re.search(r"/(install|environment)\.sh", path.read_text())]
 
 
 @pytest.mark.parametrize("script", INSTALLING, ids=lambda path: path.name)

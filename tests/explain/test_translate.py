@@ -10,7 +10,7 @@ import pytest
 import yaml
 from documented import DEFAULTS, GEO, TOKEN_IS, VERL
 
-from mis_plugins.__main__ import TRANSLATORS, load, main
+from mis_plugins.__main__ import COMMANDS, TRANSLATORS, load, main
 from mis_plugins.config.loading import preset_path
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, RejectRule, WeightConfig
 from mis_plugins.config.reading import from_mapping
@@ -365,6 +365,7 @@ def test_areals_own_words_stand_beside_each_setting():
     flat = " ".join(line.lstrip("# ") for line in text.splitlines())
     for said in (
         "needs: --loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss",
+        "--custom-config-path FILE, where FILE holds this text",
         "upper: 5.0 # actor.behav_imp_weight_cap: 5.0",
         "lower: 0.2 # actor.behav_imp_weight_floor: 0.2",
         "# rollout.enable_segment_wise_ppo: true",
@@ -391,11 +392,14 @@ def test_areals_own_file_is_refused_by_the_check_which_names_the_translator(
 
 
 def test_a_command_that_is_gone_names_what_takes_its_place(capsys: pytest.CaptureFixture):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         main(["config", "from-miles", "mis.yaml"])
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert "pass it as --custom-config-path FILE" in told and "`config check FILE`" in told
-    with pytest.raises(SystemExit):
-        main(["config", "--help"])
-    assert "from-miles" not in capsys.readouterr().out
+    error = capsys.readouterr().err
+    assert "pass it as --custom-config-path FILE" in error and "`config check FILE`" in error
+
+
+def test_a_misspelled_command_names_the_commands_that_there_are(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit, match="2"):
+        main(["config", "chek", "mis.yaml"])
+    offered = re.findall(r"[\w-]+", capsys.readouterr().err.rpartition("choose from")[2])
+    assert offered == [*COMMANDS["config"]]

@@ -183,4 +183,6 @@ def test_a_name_is_followed_to_where_it_is_defined(
 def test_a_folder_without_a_host_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "miles" / "miles").mkdir(parents=True)  # a folder of checkouts
     code, text = told(capsys, tmp_path)
-    assert code == 2 and "no folder miles or slime or vime in it; give the root of a host's checkout" in text
+    assert code == 2 and "no root of a checkout, which holds the package miles or slime or vime" in text
+    code, text = told(capsys, tmp_path / "absent")
+    assert code == 2 and "absent: no such folder" in text

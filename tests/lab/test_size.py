@@ -31,6 +31,12 @@ def test_the_hook_loads_nothing_that_a_correction_does_not_need():
     assert sum(loaded.values()) <= LOADED[0] and len(loaded) <= LOADED[1]
 
 
+def test_another_argument_prints_how_to_call_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("sys.argv", ["size.py", "--help"])
+    assert size.main() == 2
+    assert "python lab/size.py --modules" in capsys.readouterr().err
+
+
 def test_a_large_room_says_which_promise_holds_its_lines():
     rooms = [line.split(maxsplit=2) for line in size.by_room().splitlines() if line]
     assert {room[1] for room in rooms} >= set(size.HOLD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -197,17 +198,19 @@ def test_version(module: str) -> None:
 
 HIDE = """
 import sys
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {names}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Hidden())
+from importlib.machinery import PathFinder
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *rest):
+        return None if name.partition(".")[0] in {names} else super().find_spec(name, *rest)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 sys.argv = ["command", *{words}]
 from mis_plugins.shared.shell import run_command
 run_command({command!r}, {extra!r})
 """
 EXTRAS = {"megatron", "numpy", "safetensors", "transformers", "rich", "matplotlib"}
 LOCAL, VERIFY = ("lab.host.__main__:main", "verify"), ("true_on_policy.__main__:main", None)
+CORRECTS = ("mis_plugins.__main__:main", None)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +220,16 @@ LOCAL, VERIFY = ("lab.host.__main__:main", "verify"), ("true_on_policy.__main__:
         ({"matplotlib"}, LOCAL, "--smoke", "verify"),
         (EXTRAS, ("lab.demo:main", "verify"), "--smoke", "verify"),
         (EXTRAS, VERIFY, "verify --engine hf --trainer megatron", "verify"),
+        ({"numpy"}, CORRECTS, "config suggest run.jsonl", "report"),
+        ({"numpy"}, CORRECTS, "report run.jsonl", "report"),
+        ({"matplotlib"}, CORRECTS, "report run.jsonl", "report"),
     ],
 )
 def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
     hidden: set[str], program: tuple[str, str | None], words: str, extra: str, tmp_path: Path
 ) -> None:
+    record = {"step": 0, "behavior_log_probs": [-1.0], "proximal_log_probs": [-1.0], "loss_mask": [1]}
+    (tmp_path / "run.jsonl").write_text(json.dumps(record))
     code = HIDE.format(names=hidden, words=words.split(), command=program[0], extra=program[1])
     done = ran("-c", code, folder=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 2 and "demo is not" not in done.stderr

@@ -126,6 +126,11 @@ def test_a_model_without_a_tokenizer_is_told_so(capsys: pytest.CaptureFixture[st
     assert "--prompts builtin: the model has no tokenizer.json; choose --model smollm2-135m" in capsys.readouterr().err
 
 
+def test_an_empty_name_of_prompts_is_no_wish_for_random_tokens(capsys: pytest.CaptureFixture[str]):
+    assert main(["verify", "--engine", "hf", "--trainer", "hf", "--prompts", ""]) == 2
+    assert "--prompts : is no regular file" in capsys.readouterr().err
+
+
 def test_our_own_prompts_are_128_different_ones():
     _, prompts = prompt_lines("builtin")
     assert len(prompts) == len(set(prompts)) == 128

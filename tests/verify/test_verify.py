@@ -71,10 +71,10 @@ def test_engine_and_trainer_agree(model: str, trainer: str, dtype: str, norm_ord
     assert active_backend() is None
 
 
-def test_another_backend_is_refused_by_the_name_of_ours(capsys: Capture):
+def test_the_flag_of_a_backend_is_refused_by_the_name_of_ours(capsys: Capture):
     with pytest.raises(SystemExit, match="2"):
         run("--trainer", "hf", "--backend", "fast")
-    assert "invalid choice: 'fast' (choose from 'native'" in capsys.readouterr().err
+    assert "--backend is gone: both sides run the kernels `native`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ SURROGATES: dict[str, Surrogate] = {
     "ipo": Surrogate(
         formula=_CAPPED,
         words=(
-            "IPO, -A log pi_theta, with {ratio} (at most --eps-clip-c, or 20) as a constant factor, and 0 where the "
+            "IPO, -A log pi_theta, with {ratio} (at most --eps-clip-c, or 20) as a constant factor; 0 where the "
             "token's probability moved by more than --eps-clip-high up, or --eps-clip down, whatever the sign of A"
         ),
         lines=(_BEYOND,),
@@ -94,7 +94,7 @@ SURROGATES: dict[str, Surrogate] = {
     "vespo": Surrogate(
         formula="-w_t sg(phi_t) A_t log pi_theta(y_t)",
         words="VESPO, -A log pi_theta, with a soft weight of the product of {ratio} over the sequence as a constant "
-        "factor, of power {k_pos:g} and decay {lambda_pos:g} where A is at least 0, else {k_neg:g} and {lambda_neg:g}",
+        "factor; of power {k_pos:g} and decay {lambda_pos:g} where A is at least 0, else {k_neg:g} and {lambda_neg:g}",
         lines=(
             "s      = prod_t {ratio}",
             "phi_t  = e^lambda s^k e^(-lambda s), (k, lambda) = ({k_pos:g}, {lambda_pos:g}) where A_t >= 0, else "

@@ -377,7 +377,7 @@ def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
 
 def _want(judgement: Judgement, flags: Mapping[str, Flag], given: Given, preset: str | None) -> None:
     """Compare the command with the flags that its config needs, or that of the preset."""
-    name, flag = preset or "tis", flags.get(CONFIG, ABSENT)
+    name, flag = "tis" if preset is None else preset, flags.get(CONFIG, ABSENT)
     value = f"$(python -m mis_plugins config path {shlex.quote(name)})"
     judgement.keys, judgement.source = given.keys, given.source
     if preset is not None or judgement.keys is None:

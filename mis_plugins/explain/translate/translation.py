@@ -65,7 +65,8 @@ class Translation:
         """The file: notes, then the settings, each with the user's own key and value."""
         notes = map(printable, self.notes)  # a line break within a value would end the comment
         wrapped = [textwrap.wrap(note, COLUMNS, break_on_hyphens=False) for note in notes]
-        header = [f"from {self.origin}", f"needs: {flags(self.config())}", *(line for note in wrapped for line in note)]
+        needs = f"needs: {flags(self.config())} --custom-config-path FILE, where FILE holds this text"
+        header = [f"from {self.origin}", needs, *(line for note in wrapped for line in note)]
         comments = {path: self._said(keys) for path, keys in self.sources.items()} | dict(self.remarks)
         comments = {path: printable(comment) for path, comment in comments.items()}
         return "\n".join([*(f"# {line}" for line in header), writing.to_yaml(self.mis, comments)])
