@@ -155,10 +155,8 @@ def _at_steps(report: Report) -> dict[str, str]:
     """Which steps are beyond the alarm where the run is not, and the first alarm of the run's own config."""
     bad, alarms = _bad_steps(report), _of_config(report)
     worst = max(bad, key=lambda step: bad[step], default=0)
-    count = f"at {len(bad)} of {len(report.steps)} steps" if bad else ""
-    steps = (
-        f"{count} {FIRST} is above {LIMITS[FIRST].alarm:g}; the highest is {bad.get(worst, 0):.3g}, at step {worst}."
-    )
+    over = f"at {len(bad)} of {len(report.steps)} steps {FIRST} is above {LIMITS[FIRST].alarm:g}"
+    steps = f"{over}; the highest is {bad.get(worst, 0):.3g}, at step {worst}."
     more = f"; and {len(alarms) - 1} more alarms" if alarms[1:] else ""
     return {
         "Beyond its limit at some steps": steps if bad and report.whole[FIRST] <= LIMITS[FIRST].high else "",
