@@ -41,7 +41,6 @@ OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items
 IN_FRONT = re.compile("^(train|actor|policy)/(loss_metrics/)?")  # what packages put before a name of theirs
 BLOCK, HEADER = 32_768, 7  # of wandb's log, which has the layout of LevelDB's
 FIXED = {1: 8, 5: 4}  # bytes of a protobuf field of a fixed size
-
 LONGEST_COUNT = 19  # digits
 
 Row = tuple[int, Mapping[str, float]]  # a step with numbers of it
