@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
 
 from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.explain.rungs import Rung, record
@@ -130,9 +132,8 @@ def level_of(report: Report) -> str:
         return ALARM
     if bad or _of_config(report):
         return WATCH
-    rose = any(change.factor > 1 and change.after > LIMITS[FIRST].high for change in report.changes)
-    beside = beyond({FIRST: _beside_alike(report)})
-    return WATCH if beyond(report.whole) or beside or rose or _lost(report) or report.usable < FEW else CALM
+    far = beyond({**report.whole, FIRST: _beside_alike(report)}) or _rises(report.changes, LIMITS[FIRST].high)
+    return WATCH if far or _lost(report) or report.usable < FEW else CALM
 
 
 def _bad_steps(report: Report) -> dict[int, float]:
@@ -306,7 +307,9 @@ def _ended(values: Steps, replaced: Sequence[tuple[int, Mapping[str, float]]] = 
     last = {name: step for name, (step, _) in _last(values).items()}
     name, step = (FIRST, last[FIRST]) if FIRST in last else max(last.items(), key=lambda pair: pair[1], default=("", 0))
     without = len({later for later in values if later > step} - {again for again, _ in replaced})
-    goes_on = name and without > MOST_LOST * len(values)
+    places = [place for place, held in enumerate(sorted(values)) if name in values[held]]
+    usual = median([last - first for first, last in pairwise(places)] or [1])  # as of a number of every tenth step
+    goes_on = name and without > MOST_LOST * len(values) and without >= usual
     return f"{name} was last known at step {step}, and the steps go on to {max(values)}" if goes_on else ""
 
 

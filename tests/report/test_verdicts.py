@@ -216,6 +216,7 @@ CALM_LOGS = {
             for row in ({"train/step": step, "train/mis_k3_kl": 1e-3}, {"eval/step": step, "eval/score": 0.5})
         )
     ],
+    "a number of every twentieth step": [{"step": step, "loss" if step % 20 else "kl_k3": 1e-3} for step in range(100)],
     "a mapping beside the numbers of a row": rows_of([1e-3] * 9, data={"source": "gsm8k"}),
 }
 
