@@ -27,8 +27,6 @@ INK, MUTED, GRID, FIRST, SECOND, WARN = "#010101", "#020202", "#030303", "#04040
 VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", FIRST: "first", SECOND: "second", WARN: "warn"}
 STYLE: Any = {
     "svg.fonttype": "none",
-    "font.size": 10,
-    "font.family": "sans-serif",
     "text.color": INK,
     "axes.labelcolor": MUTED,
     "axes.edgecolor": GRID,
@@ -36,7 +34,6 @@ STYLE: Any = {
     "ytick.color": MUTED,
     "axes.grid": True,
     "grid.color": GRID,
-    "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "figure.constrained_layout.use": True,

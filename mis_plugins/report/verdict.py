@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
 
 from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.explain.rungs import Rung, record
@@ -20,6 +22,7 @@ AS_MUCH = 3.0  # within this factor of a rung a mismatch counts as that rung's
 CALM, WATCH, ALARM = "calm", "watch", "alarm"
 CERTAIN = "have a log-prob of exactly 0 on both sides, as padding has; take padding out of the loss mask."
 COPIED = "are of responses with equal lists on both sides, as copies have; log what the trainer itself computed."
+Steps = Mapping[int, Mapping[str, float]]  # of each step numbers by name
 OF_CORRECTION = {"kept_fraction", "ess"}
 OF_CONFIG = {"all_rejected", "few_kept", "product_too_long", "weights_of_one"}  # alarms of a step, of its correction
 MOST_LOST = 0.1  # of what was read: the most that may be unread in a calm run, and the most padding that goes untold
@@ -129,9 +132,8 @@ def level_of(report: Report) -> str:
         return ALARM
     if bad or _of_config(report):
         return WATCH
-    rose = any(change.factor > 1 and change.after > LIMITS[FIRST].high for change in report.changes)
-    beside = beyond({FIRST: _beside_alike(report)})
-    return WATCH if beyond(report.whole) or beside or rose or _much_is_lost(report) or report.usable < FEW else CALM
+    far = beyond({**report.whole, FIRST: _beside_alike(report)}) or _rises(report.changes, LIMITS[FIRST].high)
+    return WATCH if far or _lost(report) or report.usable < FEW else CALM
 
 
 def _bad_steps(report: Report) -> dict[int, float]:
@@ -154,10 +156,8 @@ def _at_steps(report: Report) -> dict[str, str]:
     """Which steps are beyond the alarm where the run is not, and the first alarm of the run's own config."""
     bad, alarms = _bad_steps(report), _of_config(report)
     worst = max(bad, key=lambda step: bad[step], default=0)
-    count = f"at {len(bad)} of {len(report.steps)} steps" if bad else ""
-    steps = (
-        f"{count} {FIRST} is above {LIMITS[FIRST].alarm:g}; the highest is {bad.get(worst, 0):.3g}, at step {worst}."
-    )
+    over = f"at {len(bad)} of {len(report.steps)} steps {FIRST} is above {LIMITS[FIRST].alarm:g}"
+    steps = f"{over}; the highest is {bad.get(worst, 0):.3g}, at step {worst}."
     more = f"; and {len(alarms) - 1} more alarms" if alarms[1:] else ""
     return {
         "Beyond its limit at some steps": steps if bad and report.whole[FIRST] <= LIMITS[FIRST].high else "",
@@ -177,8 +177,10 @@ def _alike(report: Report, count: int, how: str) -> str:
     return f"{count} of {report.usable} tokens {how} {rest}" * (MOST_LOST * report.usable < count < report.usable)
 
 
-def _much_is_lost(report: Report) -> bool:
-    return bool(report.torn) or report.rejected > MOST_LOST * report.sequences
+def _lost(report: Report) -> str:
+    """What of a run was not read or measured, in words; empty where that is little."""
+    rejected = _rejected(report) if report.rejected > MOST_LOST * report.sequences else ""
+    return rejected or "a file broke off, or is empty" * bool(report.torn) or _ended(report.steps)
 
 
 def _unread(report: Report) -> dict[str, str]:
@@ -189,7 +191,8 @@ def _unread(report: Report) -> dict[str, str]:
     same = f"steps stand twice, or have no number, in {' and '.join(report.together[:2])}{more}; "
     none = f"{report.empty} of {report.sequences} responses have no token that can be compared."
     alone = {"Read as one run": f"{same}report each run alone where there are several." if report.together else ""}
-    parts = {"Not read": rejected, "Nothing in the loss": none if report.empty else ""}
+    ended = {"Not measured to the end": f"{why}." if (why := _ended(report.steps)) else ""}
+    parts = {"Not read": rejected, "Nothing in the loss": none if report.empty else ""} | ended
     return parts | {"Read twice": twice if report.repeated else ""} | _broke_off(report.torn) | alone
 
 
@@ -233,7 +236,7 @@ def of_curves(
     least: the kl_k3 above which a rise counts.
     """
     problems = problems or Problems()
-    rows = [(curve, name, step, x) for curve in curves for name, (step, x) in _last(curve).items()]
+    rows = [(curve, name, step, x) for curve in curves for name, (step, x) in _last(curve.values).items()]
     limits = [
         f"{limit}, at step {step}{_of(curve, curves)}" for curve, name, step, x in rows for limit in beyond({name: x})
     ]
@@ -247,7 +250,7 @@ def of_curves(
     few = f"{unread} of {unread + read} rows of the curves." if unread > MOST_LOST * read else ""
     tokens = f"{were_rejected(rejected, rejected)}." if rejected else ""
     lost = {"Tokens were not read": tokens, "Not read": few} | _broke_off([*problems.torn])
-    lost |= {"Not logged to the end": _each(curves, _ended)}
+    lost |= {"Not logged to the end": _each(curves, lambda curve: _ended(curve.values, curve.replaced))}
     parts, again = TOLD | over_time | _how_large(curves), {"Logged again": _each(curves, _again)}
     if limits:
         alarming = any(name == FIRST and x > LIMITS[FIRST].alarm for _, name, _, x in rows)
@@ -272,7 +275,7 @@ def _of(curve: Curve, curves: Sequence[Curve]) -> str:
 
 def _how_large(curves: Sequence[Curve]) -> dict[str, str]:
     """The last kl_k3 where one curve has it, in words."""
-    sizes = [size for curve in curves if (size := _last(curve).get(FIRST)) and possible(FIRST, size[1])]
+    sizes = [size for curve in curves if (size := _last(curve.values).get(FIRST)) and possible(FIRST, size[1])]
     words = [f"{FIRST} is {x:.3g} at step {step}. {in_words(x)}" for step, x in sizes]
     return {"How large": "".join(words) if len(words) == 1 else ""}
 
@@ -299,13 +302,15 @@ def _rises(moves: Sequence[Change], least: float) -> bool:
     return any(move.factor > 1 and move.after > least for move in moves)
 
 
-def _ended(curve: Curve) -> str:
-    """The last step of kl_k3, or of the last number with a limit, where the log goes on without; else nothing."""
-    last = {name: step for name, (step, _) in _last(curve).items()}
+def _ended(values: Steps, replaced: Sequence[tuple[int, Mapping[str, float]]] = ()) -> str:
+    """The last step of kl_k3, or of the last number with a limit, where the steps go on without; else nothing."""
+    last = {name: step for name, (step, _) in _last(values).items()}
     name, step = (FIRST, last[FIRST]) if FIRST in last else max(last.items(), key=lambda pair: pair[1], default=("", 0))
-    without = len({later for later in curve.values if later > step} - {again for again, _ in curve.replaced})
-    goes_on = name and without > MOST_LOST * len(curve.values)
-    return f"{name} was last logged at step {step}, and the log goes on to step {max(curve.values)}" if goes_on else ""
+    without = len({later for later in values if later > step} - {again for again, _ in replaced})
+    places = [place for place, held in enumerate(sorted(values)) if name in values[held]]
+    usual = median([last - first for first, last in pairwise(places)] or [1])  # as of a number of every tenth step
+    goes_on = name and without > MOST_LOST * len(values) and without >= usual
+    return f"{name} was last known at step {step}, and the steps go on to {max(values)}" if goes_on else ""
 
 
 def _again(curve: Curve) -> str:
@@ -333,15 +338,15 @@ def _unread_curves(curves: Sequence[Curve], rejected: int, problems: Sequence[Pr
     return str(problems[0]) if problems else "the folder holds no file of a run"
 
 
-def _last(curve: Curve) -> dict[str, tuple[int, float]]:
+def _last(values: Steps) -> dict[str, tuple[int, float]]:
     """Step and value where each number that has a limit was logged last."""
-    rows = sorted(curve.values.items())
+    rows = sorted(values.items())
     return {name: (step, row[name]) for name in LIMITS for step, row in rows if name in row}
 
 
 def _earlier(curve: Curve) -> str:
     """The worst of each number's values that lay beyond its limit, where the last one does not, in words."""
-    last, sentences = _last(curve), []
+    last, sentences = _last(curve.values), []
     for name in (name for name in LIMITS if not (name in last and beyond({name: last[name][1]}))):
         values = [(step, row[name]) for step, row in _logged(curve) if name in row]
         out = [(step, x) for step, x in values if beyond({name: x})]
@@ -366,8 +371,7 @@ def _headline(report: Report, level: str) -> str:
         return f"{report.usable} token{'s' * (report.usable > 1)} can be compared, too few to tell anything by."
     if level == CALM:
         return "Rollout engine and trainer agree as well as a healthy run."
-    if _much_is_lost(report) and not beyond(report.whole):
-        lost = _rejected(report) if report.rejected > MOST_LOST * report.sequences else "a file broke off, or is empty"
+    if (lost := _lost(report)) and not beyond(report.whole):
         return f"What was read agrees as well as a healthy run, but {lost}."
     if steps := _at_steps(report)["Beyond its limit at some steps"]:
         return f"{steps[0].upper()}{steps[1:]}"

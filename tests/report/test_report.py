@@ -445,7 +445,7 @@ CURVES = [  # of each file its rows, hosts log rollouts in rows of their own; le
     ([[{"ratio_mean": 1.0}] * 9], CALM, "The curves end within their limits: ratio_mean.", "kl_k3 was read at no step"),
     ([[{"kl_k3": 0.0}] * 9], CALM, "The curves end", "kl_k3 is 0 at step 8. Both policies agree to rounding"),
     ([[*[{"kl_k3": 1e-3}] * 9, *[{"grad_norm": 1.0}] * 9]], WATCH,
-     "Not logged to the end: kl_k3 was last logged at step 8, and the log goes on to step 17."),
+     "Not logged to the end: kl_k3 was last known at step 8, and the steps go on to 17."),
     ([[{"kl_k3": 1e-3}] * 30, [{"kl_k3": 1e-4 * 1.15**step} for step in range(30)]], WATCH,
      "Since when: kl_k3 rose 2.85 times by step 7"),
     ([[{"loss": 1.0, "k3kl": 0.1}]], None,

@@ -95,6 +95,19 @@ def test_a_proposal_tells_at_how_many_places_a_run_was_not_read(
     assert "not read at 4 places\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", [PROXIMAL, "loss_mask"])
+def test_a_run_whose_last_steps_hold_nothing_to_compare_is_never_calm(name: str, tmp_path: Path) -> None:
+    column = {PROXIMAL: math.nan, "loss_mask": False}[name]
+    late = [replace(one, **{name: torch.full_like(getattr(one, name), column)}) for one in BF16 if one.step >= 6]
+    write_lines(tmp_path / "run.jsonl", [one for one in BF16 if one.step < 6] + late)
+    verdict = reported(tmp_path / "run.jsonl")[1]["verdict"]
+    words = f"{FIRST} was last known at step 5, and the steps go on to 7."
+    assert verdict["level"] != CALM and verdict["parts"]["Not measured to the end"] == words
+    assert (words in verdict["headline"]) == (name == "loss_mask")
+    write_lines(tmp_path / "run.jsonl", [*BF16, *late[-1:]])  # a response without, beside others of its step
+    assert reported(tmp_path / "run.jsonl")[1]["verdict"]["parts"].get("Not measured to the end") is None
+
+
 def test_another_files_lines_are_told_and_lose_nothing(tmp_path: Path) -> None:
     run = run_of_bf16(tmp_path / "run")
     (run / "events.jsonl").write_text('{"time": 3}\n')
@@ -176,6 +189,21 @@ def test_of_two_names_of_one_number_the_one_beyond_its_limit_counts(levels: Sequ
     assert judged(tmp_path, [row | {"step": step} for step in range(9)])["level"] == ALARM
 
 
+NAMES = (
+    "train/train_rollout_kl",
+    "mismatch_kl/all/mean",
+    "actor/rollout_corr/k3_kl",
+    "policy/loss_metrics/is_ratio_mean",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_number_is_read_by_the_whole_name_that_a_package_logs(name: str, tmp_path: Path) -> None:
+    """Miles's own, prime-rl's, verl's where the actor computes it, and SkyRL's of a loss."""
+    assert judged(tmp_path, rows_of([1.3] * 9, name=name))["headline"].startswith("Last seen beyond its limit")
+    assert not judged(tmp_path, rows_of([1.3] * 9, name=f"eval/{name}"))["measured"]
+
+
 CALM_LOGS = {
     "rows of their own for two names of a number, as tensorboard writes them": [
         row for name in ("train/mis_step/kl_k3", "train/mis_k3_kl") for row in rows_of([1e-3] * 9, name=name)
@@ -188,6 +216,7 @@ CALM_LOGS = {
             for row in ({"train/step": step, "train/mis_k3_kl": 1e-3}, {"eval/step": step, "eval/score": 0.5})
         )
     ],
+    "a number of every twentieth step": [{"step": step, "loss" if step % 20 else "kl_k3": 1e-3} for step in range(100)],
     "a mapping beside the numbers of a row": rows_of([1e-3] * 9, data={"source": "gsm8k"}),
 }
 

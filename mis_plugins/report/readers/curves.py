@@ -7,6 +7,7 @@ curve and is told.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,9 +38,9 @@ PEERS: dict[str, dict[str, str]] = yaml.safe_load(
 OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items()} | {
     "k3_kl": "kl_k3", "mis_kept_fraction": "kept_fraction", "mis_ess_mb": "ess",  # of our own hooks
 }  # fmt: skip
+IN_FRONT = re.compile("^(train|actor|policy)/(loss_metrics/)?")  # what packages put before a name of theirs
 BLOCK, HEADER = 32_768, 7  # of wandb's log, which has the layout of LevelDB's
 FIXED = {1: 8, 5: 4}  # bytes of a protobuf field of a fixed size
-
 LONGEST_COUNT = 19  # digits
 
 Row = tuple[int, Mapping[str, float]]  # a step with numbers of it
@@ -49,7 +50,7 @@ Field = tuple[int, int | bytes]  # number and content of a protobuf field
 def our_name(name: str) -> str:
     """The name that our page gives a number; the name itself where the page has none."""
     bare = printed(name, LONGEST_WORD).removeprefix(PREFIX).removeprefix("mis_step/")
-    return OURS.get(bare) or OURS.get(bare.removeprefix("train/")) or bare
+    return OURS.get(bare) or OURS.get(IN_FRONT.sub("", bare)) or bare
 
 
 def curve(paths: Sequence[Path], kind: str, problems: Problems) -> Curve:

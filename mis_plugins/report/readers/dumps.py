@@ -35,7 +35,7 @@ def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
         kind, rollout = problems.read(partial(_kind, content), file) or ("", "")
         if kind == "rollout":
             rolled[EVALUATION * file.stem.startswith(EVALUATION) + rollout] = file
-        elif kind and kind != "rollout":
+        elif kind:
             trained[kind, rollout].append(file)
     for (kind, rollout), parts in sorted(trained.items(), key=lambda item: natural(item[0][1])):
         both = tuple(parts) + ((rolled[rollout],) if rollout in rolled else ())

@@ -114,9 +114,8 @@ def _within(folder: Path, problems: Problems) -> Iterator[Path]:
         problems.torn[str(error.filename)] = None
 
     for where, folders, files in os.walk(folder, onerror=unreadable):
-        links = [name for name in folders if Path(where, name).is_symlink()]
-        for name in links:
-            problems.add("a link to a folder is not followed; name the folder", Path(where, name))
+        for link in filter(Path.is_symlink, (Path(where, name) for name in folders)):
+            problems.add("a link to a folder is not followed; name the folder", link)
         folders[:] = set(folders) - BESIDE
         yield from (Path(where, name) for name in files)
 
