@@ -73,11 +73,6 @@ def test_which_tokens_stay(why: str, rows: list[list[float]], threshold: float, 
     assert kept(rows, threshold) == expected, why
 
 
-def test_masked_and_unknown_tokens_neither_stay_nor_count() -> None:
-    rows = [[9.0, 0.1, math.nan], [0.2]]
-    assert kept(rows, 0.03, [[0, 1, 1], [1]]) == [False, True, False, True]
-
-
 @pytest.mark.parametrize("count", [0, 1])
 def test_an_empty_micro_batch_drops_nothing(count: int) -> None:
     squares = torch.full((count,), torch.inf)

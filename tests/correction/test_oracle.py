@@ -188,21 +188,6 @@ def test_where_the_host_averages_over_tokens(level: str, bound: str):
     agreed(batch, {"weight": weight, "reject": rules_of("sum and min")}, per_token=True)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("over", ["mean", "sum", "max"])
-def test_units_add_up_what_smaller_ones_leave(level: str, over: str):
-    """`aggregate: kept`, and not the same as `valid` on this batch."""
-    batch = ratio_batch(WIDE, MASKS)
-    rules = [
-        {"over": "token", "upper": 2.5},
-        {"over": over, "unit": "segment", "lower": 0.5},
-        {"over": "sum", "lower": 0.7},
-    ]
-    config = {"weight": {"level": level, "bound": "clip", "lower": 0.3, "upper": 2.75}, "reject": rules}
-    outcome, plain = agreed(batch, config | {"aggregate": "kept"}), run(batch, config)
-    assert not all(map(torch.equal, outcome.weights, plain.weights))
-
-
 SEGMENTS = {"over": "mean", "unit": "segment", "lower": 0.8, "upper": 1.15}
 
 

@@ -12,7 +12,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from lab.host.asynchronous.pool import Batch, Pool, Recomputed, Score, recompute, requests
 from lab.host.asynchronous.response import Response
-from mis_plugins.errors import InputError
 from mis_plugins.versions.segment_wise import SegmentWiseConfig, admitted
 
 BUDGET = 12
@@ -236,14 +235,6 @@ def test_a_pool_of_threads():
     for one in pool.snapshot().values():
         check(one, 5 - 1)
         assert one.lacking(3) == []
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_too_few_log_probs_or_too_many(count: int):
-    pool = Pool()
-    pool.add(response(3, 2))
-    with pytest.raises(InputError, match=f"{count} log-probs for a sequence of which 2 were asked for"):
-        recompute(pool, 4, 100, each(lambda sequences, counts: [[-1.0] * count]))
 
 
 @pytest.mark.parametrize("answer", [[[[-1.0] * 2]] * 2, [], [[[-1.0] * 2] * 2], [[]]], ids=str)

@@ -1,5 +1,6 @@
 """The accelerator's probes on CPU: each finds one bit that depends on one kind of company, and on nothing else."""
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -96,25 +97,32 @@ def mixed(varies) -> list[str]:
     return [failure.company for failure in mixed_failures("fp32", SHAPES, CPU, library(varies))]
 
 
-def test_attention_without_company_passes():
-    never = lambda i, queries, keys: False  # noqa: E731
-    assert found(never) == mixed(never) == decoded(never) == []
+LATE = ["token 4 decoded and prefilled", "token 8 decoded and prefilled"]
+PREFILLS, DECODES = (f"a {kind} sequence alone and in a mixed batch" for kind in ("prefilling", "decoding"))
+# What varies, and what packed attention, a mixed batch, and decode then differ in.
+VARIES: dict[str, tuple[Callable[..., bool], list[str], list[str], list[str]]] = {
+    "nothing": (lambda i, queries, keys: False, [], [], []),
+    "beside another sequence": (
+        lambda i, queries, keys: len(queries) > 1 and keys[i] == 5,
+        ["a sequence of 5 alone and packed"], [PREFILLS], [],
+    ),
+    "decode, which no trainer does": (lambda i, queries, keys: i is None and keys[0] > 4, [], [], LATE),
+    "decode beside prefill": (
+        lambda i, queries, keys: len(queries) == 2 and (queries[i], keys[i]) == (1, 9), [], [DECODES], [],
+    ),
+}  # fmt: skip
 
 
-def test_attention_that_depends_on_its_neighbours_is_found():
-    assert found(lambda i, queries, keys: len(queries) > 1 and keys[i] == 5) == ["a sequence of 5 alone and packed"]
+@pytest.mark.parametrize("what", VARIES)
+def test_attention_that_depends_on_its_company_is_found(what: str):
+    varies, packed, beside, late = VARIES[what]
+    assert (found(varies), mixed(varies), decoded(varies)) == (packed, beside, late)
 
 
 def test_attention_that_depends_on_its_place_is_found():
     """The first of several sequences."""
     company = found(lambda i, queries, keys: i == 0 and len(queries) > 1)
     assert company[:2] == ["a sequence of 1 alone and packed", "packed sequences in two orders"]
-
-
-def test_decode_that_adds_up_otherwise_is_found():
-    varies = lambda i, queries, keys: i is None and keys[0] > 4  # noqa: E731
-    assert decoded(varies) == ["token 4 decoded and prefilled", "token 8 decoded and prefilled"]
-    assert found(varies) == [], "not demanded of a trainer, which never decodes"
 
 
 def test_a_lone_query_is_told_from_one_that_keeps_the_causal_tiles():
@@ -141,13 +149,6 @@ def test_a_bias_is_contiguous(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(F, "linear", recorded)
     list(probes.aten_failures("fp32", SHAPES, torch.device("cpu")))
     assert biases and all(bias.is_contiguous() for bias in biases)
-
-
-def test_a_mixed_batch_is_a_finding_of_its_own():
-    """One that decodes beside one that prefills: no other probe has both in one call."""
-    varies = lambda i, queries, keys: len(queries) == 2 and (queries[i], keys[i]) == (1, 9)  # noqa: E731
-    assert mixed(varies) == ["a decoding sequence alone and in a mixed batch"]
-    assert found(varies) == []
 
 
 def test_a_digest_is_of_every_bit():

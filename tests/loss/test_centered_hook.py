@@ -330,16 +330,6 @@ def test_an_entry_of_the_head_without_a_log_prob_is_none(one_process: None, boun
     assert logged["center_missing"] > 0
 
 
-def test_a_larger_head_is_cut_to_its_likeliest(one_process: None) -> None:
-    batch = Batch(13)
-    _, gradient, _ = run(batch, args(center={"top_k": 3}))
-    small = [
-        [Position(x.logits, x.engine, x.sampled, x.head[:3]) for x in batch.positions(i)] for i in range(len(LENGTHS))
-    ]
-    batch.positions = lambda sequence: small[sequence]
-    assert error(gradient, wanted(batch, None)) < 1e-6
-
-
 def test_opsm_takes_the_term_along(one_process: None) -> None:
     """Sequences with negative advantages that the policy has left lose their loss and its centering."""
     batch = Batch(17)

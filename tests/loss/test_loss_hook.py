@@ -419,6 +419,31 @@ def test_flags_and_objective_say_the_same(settings: dict, objective: dict):
     assert not torch.equal(by_flag.gradient, plain.gradient), field
 
 
+BYPASS: dict[str, Any] = {"use_rollout_logprobs": True}
+OPSM_BY_FLAG: dict[str, Any] = {"use_opsm": True, "opsm_delta": 0.02}
+OPSM_BY_KEY = [{"opsm": {"delta": 0.02, "reference": policy}} for policy in ("proximal", "behavior")]
+NUMBERS, TEXTS = (KL | dict.fromkeys(("entropy_coef", "kl_loss_coef"), x) for x in (0.01, "1e-2"))
+# Two configs, each with the arguments beside it.
+SAME: dict[str, tuple[tuple[dict, dict[str, Any]], tuple[dict, dict[str, Any]]]] = {
+    "OPSM by the host's flag is against the proximal policy": (({}, OPSM_BY_FLAG), (OPSM_BY_KEY[0], {})),
+    "and against the behavior policy in bypass": (({}, OPSM_BY_FLAG | BYPASS), (OPSM_BY_KEY[1], BYPASS)),
+    "bypass asks for no log-probs of the proximal policy": (({}, BYPASS | {"without": ["log_probs"]}), ({}, BYPASS)),
+    "nothing compares with rollout log-probs": (({}, {"without": ["rollout_log_probs"]}), ({}, {})),
+    "our reducer may stand where nothing is dropped": (
+        (TIS, {"custom_pg_loss_reducer_function_path": "mis_plugins.mis.kept_token_mean"}), (TIS, {})),
+    "YAML reads 1e-2 as text, and a host hands the keys of a file on": (({}, TEXTS), ({}, NUMBERS)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", SAME)
+def test_loss_and_gradient_are_the_same(why: str):
+    step = random_step(0)
+    first, second = (call(step, config, **given) for config, given in SAME[why])
+    assert_same(first, second)
+    assert "OPSM" not in why or first.metrics["opsm_clipfrac"] > 0
+    assert "rollout" not in why or not any(name.startswith(("mis_", "train_rollout")) for name in first.metrics)
+
+
 def of(**objective: Any) -> dict:
     return {"objective": objective}
 
@@ -465,12 +490,6 @@ def test_what_cannot_work_is_refused(config: dict, settings: dict, message: str)
     """A contradiction of flags and config quotes both."""
     with pytest.raises(ConfigError, match=message):
         call(random_step(0), config, **settings)
-
-
-def test_our_reducer_may_stand_where_nothing_is_dropped():
-    reducer = "mis_plugins.mis.kept_token_mean"
-    given = call(random_step(0), TIS, custom_pg_loss_reducer_function_path=reducer)
-    assert_same(given, call(random_step(0), TIS))
 
 
 @pytest.mark.parametrize(
@@ -562,11 +581,6 @@ def test_a_reducer_of_no_host_is_named():
         call(random_step(0), host="elsewhere")
 
 
-def test_bypass_asks_for_no_log_probs_of_the_proximal_policy():
-    bypass: dict[str, Any] = {"use_rollout_logprobs": True}
-    assert_same(call(random_step(0), {}, without=["log_probs"], **bypass), call(random_step(0), {}, **bypass))
-
-
 def test_without_recomputed_log_probs_the_policy_is_its_own_proximal():
     """slime reuses the training forward, Miles under --skip-actor-forward-only: the ratio is 1, not its gradient 0."""
     step = random_step(2)
@@ -575,18 +589,6 @@ def test_without_recomputed_log_probs_the_policy_is_its_own_proximal():
     assert_same(expected, call(step, TIS, "slime", without=["log_probs"]))
     assert_same(expected, call(step, TIS, skip_actor_forward_only=True))
     assert expected.metrics["ppo_kl"] == 0 and expected.gradient.any()
-
-
-def test_use_opsm_flag_is_the_hosts_own_meaning():
-    """Against the proximal policy; against the behavior policy in bypass."""
-    step = random_step(3)
-    flag: dict[str, Any] = {"use_opsm": True, "opsm_delta": 0.02}
-    config = {"delta": 0.02, "reference": "proximal"}
-    assert_same(call(step, {}, **flag), call(step, {"opsm": config}))
-    config["reference"] = "behavior"
-    bypass: dict[str, Any] = {"use_rollout_logprobs": True}
-    assert_same(call(step, {}, **flag, **bypass), call(step, {"opsm": config}, **bypass))
-    assert call(step, {}, **flag).metrics["opsm_clipfrac"] > 0
 
 
 def twice_the_sum(
@@ -616,15 +618,6 @@ def test_entropy_is_computed_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch)
     assert_same(plain, observed)
     assert plain.metrics["entropy_loss"] == 0 != observed.metrics["entropy_loss"]
     assert_close(learned.loss, plain.loss - 0.01 * observed.metrics["entropy_loss"])
-
-
-def test_a_number_that_yaml_leaves_a_text_is_read():
-    """YAML reads `1e-2` as text, and a host hands the keys of a file on as they are."""
-
-    def with_coefficients(value: Any) -> Outcome:
-        return call(random_step(4), {}, **(KL | {"entropy_coef": value, "kl_loss_coef": value}))
-
-    assert_same(with_coefficients("1e-2"), with_coefficients(0.01))
 
 
 def test_pg_loss_reducer(monkeypatch: pytest.MonkeyPatch):
@@ -726,12 +719,6 @@ def in_a_step(step: Step, *more: Any, **settings: Any) -> Outcome:
 def masked_out(step: Step) -> Step:
     empty = [dataclasses.replace(x, mask=[False] * len(x.mask)) for x in step.responses]
     return Step(empty, step.behavior)
-
-
-def test_without_rollout_log_probs_there_is_nothing_of_ours():
-    found = call(random_step(9), {}, without=["rollout_log_probs"])
-    assert_same(found, call(random_step(9), {}))
-    assert not any(name.startswith(("mis_", "train_rollout")) for name in found.metrics)
 
 
 def test_the_teacher_kl_is_passed_on():
@@ -865,13 +852,6 @@ def test_an_advantage_that_is_no_number_is_counted_and_told(
         assert [row["nonfinite_advantage_tokens"] for row in logged] == [0, lost, 0]
 
 
-@pytest.mark.parametrize("objective", [{}, {"ratio": "sequence"}, {"surrogate": "cispo"}])
-def test_everything_rejected_trains_on_nothing(objective: dict):
-    everything = {"weight": None, "reject": [{"over": "mean", "upper": 1e-6}], "denominator": "kept"}
-    found = call(random_step(4), everything | {"objective": objective})
-    assert found.loss == 0 and not found.gradient.any()
-
-
 def share_of(step: Step, config: dict) -> loss.Share:
     """What the hook makes of correction and OPSM."""
     args, batch = flags(mis=config), step.batch()
@@ -893,14 +873,6 @@ def test_the_breaker_sees_rules_and_opsm_together():
     assert bool(share_of(bad, opsm | {"on_all_rejected": "keep"}).all_rejected)
     assert not share_of(good, opsm).all_rejected and share_of(good, {}).all_rejected is None
     assert not share_of(masked_out(bad), opsm).all_rejected
-
-
-def test_what_weighs_nothing_is_not_left():
-    """OPSM leaves the first sequence, and a zero bound gives it weight 0."""
-    step = first_good(all_bad(random_step(5)))
-    opsm = {"opsm": {"delta": 0.05}}
-    assert bool(share_of(step, opsm | {"weight": {"bound": "zero"}}).all_rejected)
-    assert not share_of(step, opsm | {"weight": {"bound": "clip"}}).all_rejected
 
 
 KEPT = {"weight": None, "denominator": "kept", "opsm": {"delta": 0.05}, "reject": [{"over": "token", "upper": 1.05}]}
@@ -1054,34 +1026,6 @@ def test_what_opsm_looks_at_is_reported(logged: list[dict], config: dict, change
 def test_without_opsm_nothing_of_it_is_reported(logged: list[dict]):
     in_a_step(random_step(7), TIS | {"metrics": "all"})
     assert logged and not [name for name in logged[0] if name.startswith("opsm_")]
-
-
-def test_metrics_count_what_keep_gave_back(logged: list[dict]):
-    """Rules leave one sequence and OPSM masks that one: the loss is of everything, and so are the metrics."""
-    rule = {"statistic": "k1", "over": "sum", "lower": 34.0}
-    config = {"weight": None, "reject": [rule], "opsm": {"delta": 0.05}, "on_all_rejected": "keep", "metrics": "all"}
-    step = all_bad(random_step(5))
-    found = in_a_step(step, config, calculate_per_token_loss=True).metrics
-    names = ("all_rejected_fraction", "kept_fraction", "kept_sequences", "applied_valid_mean", "sequence_applied_min")
-    assert {name: logged[0][name] for name in names} == dict.fromkeys(names, 1.0)
-    valid = [sum(x.mask) for x in step.responses]
-    assert logged[0]["tokens"] == sum(valid)
-    assert found["mis_kept_fraction"] == sum(max(n, 1) for n in valid)  # what the host divides by
-
-
-def test_the_breaker_hears_of_rules_whose_work_opsm_goes_on_with():
-    """Rules reject everything, `keep` gives it back, and OPSM leaves a part of it."""
-    config = {"weight": None, "reject": [{"over": "mean", "upper": 1e-6}], "on_all_rejected": "keep"}
-    share = share_of(random_step(7), config | {"opsm": {"delta": 0.05}})
-    assert bool(share.all_rejected) and 0 < int((share.factor > 0).sum()) < int(share.keep.sum())
-
-
-def test_the_uncorrected_loss_is_that_of_the_objective(logged: list[dict]):
-    """In bypass it compares pi_theta with mu; where nothing is corrected it is the loss."""
-    step = random_step(5)
-    found = in_a_step(step, {"objective": {"old": "behavior"}, "metrics": "all"}, calculate_per_token_loss=True)
-    valid = sum(sum(x.mask) for x in step.responses)
-    assert_close(torch.tensor(logged[0]["loss_uncorrected"] * valid), found.metrics["pg_loss"].double())
 
 
 def test_keep_gives_back_what_rules_and_opsm_took_together():

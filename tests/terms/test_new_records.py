@@ -20,7 +20,6 @@ from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.words import describe
-from mis_plugins.metrics.partials import METRICS, finalize, partials
 from mis_plugins.metrics.token_metrics import diagnose
 from mis_plugins.packing.ragged import Ragged
 
@@ -180,10 +179,3 @@ def test_a_preset_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert main(["config", "check", "made-up"]) == 0
     assert "capped at 3, under a root" in capsys.readouterr().out
     assert main(["config", "check", "made-upp"]) == 2 and "made-up" in capsys.readouterr().err
-
-
-def test_a_metric_of_a_step(monkeypatch: pytest.MonkeyPatch):
-    """A record in a table is what a step needs to report it."""
-    monkeypatch.setitem(METRICS, "made_up_share", lambda step: step.sums["kept"] / step.sums["valid"])
-    config = read("{weight: null, reject: [{statistic: square_prob_diff, upper: 0.25}], metrics: all}")
-    assert finalize(partials(corrected(config)), config)["made_up_share"] == pytest.approx(4 / 6)

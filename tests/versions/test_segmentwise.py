@@ -47,12 +47,6 @@ def test_off_is_standard(row: list[Token]):
     assert proximal_t(proximal, flat(row, "behavior"), none, SegmentWiseConfig(enabled=False)) is proximal
 
 
-def test_no_gradient():
-    proximal = torch.tensor([-1.0], requires_grad=True)
-    written = Written(torch.tensor([8]), torch.tensor([math.nan]), CURRENT)
-    assert not proximal_t(proximal, proximal, written, SegmentWiseConfig()).requires_grad
-
-
 # Samples that cannot be weighed.
 
 
@@ -166,16 +160,6 @@ def test_weights(row: list[Token], spec: Spec):
         for name, value in wanted.items():
             assert metrics.pop(name + suffix) == pytest.approx(value, abs=tolerance(name, len(row))), name + suffix
     assert metrics == {}
-
-
-def test_the_smallest_weights_count_as_others_do():
-    """Two tokens of e^-20: each is half of what counts."""
-    behavior, valid = torch.zeros(2), torch.ones(2, dtype=torch.bool)
-    numerator = behavior - 20
-    written = Written(torch.tensor([3, 3]), numerator, current=5)
-    weighed = applied(numerator, behavior, valid, SegmentWiseConfig())
-    found = weight_metrics(weights_by_age(numerator, numerator, behavior, written, valid, weighed))
-    assert found["behav_imp_weight/ess"] == found["behav_imp_weight/ess/age_2"] == pytest.approx(1.0)
 
 
 @given(rows)

@@ -268,13 +268,6 @@ def test_off_does_what_a_host_without_versions_does(config: dict, metrics: str):
     assert_same(with_versions, without)
 
 
-def test_nothing_said_is_on_where_versions_are_known():
-    step, weight = aged(random_step(5), 5), {"weight": {"upper": 1.2}}
-    assert_same(call(step, weight), call(step, weight | {"segment_wise": {}}))
-    assert_same(call(step, weight), call(step, {"segment_wise": {"weight_cap": 1.2}}))
-    assert not torch.equal(call(step, weight).gradient, call(random_step(5), weight).gradient)
-
-
 @pytest.mark.parametrize("config", [{}, {"weight": None, "reject": [SEQUENCE_RULE]}, {"weight": {"level": "sequence"}}])
 def test_without_a_weight_of_tokens_versions_change_nothing(config: dict):
     assert_same(call(aged(random_step(5), 5), config), call(random_step(5), config))
@@ -378,12 +371,6 @@ def test_what_a_batch_lacks_is_told_in_the_users_words(said: dict | None, change
 def test_what_a_flag_contradicts_is_told_in_the_users_words(said: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         drive(flags(use_rollout_logprobs=True, **said), random_step(0).batch(), random_step(0))
-
-
-def test_a_batch_without_versions_that_nobody_reads():
-    step, config = aged(random_step(0), 0), STANDARD | {"metrics": "full"}
-    batch = step.batch() | {"output_versions": None, "recomputed_log_probs": None}
-    assert_same(drive(flags(mis=config), batch, step), call(step, config))
 
 
 def test_the_interpolation_needs_nothing_stored():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -66,12 +67,6 @@ def test_stored_once_and_only_where_asked(history: list[tuple[int, int, bool]], 
         assert now == (-0.5 - i if i in positions else before)
 
 
-def test_storing_twice_is_a_bug_of_ours():
-    response = grown([(3, 1, False)]).stored([0], [-1.0])
-    with pytest.raises(AssertionError):
-        response.stored([0], [-2.0])
-
-
 def test_tensors():
     written = grown([(1, 1, False), (-1, 1, False), (2, 1, False)]).stored([0], [-0.25]).written(4)
     assert written.versions.tolist() == [1, -1, 2] and written.current == 4
@@ -79,16 +74,23 @@ def test_tensors():
     assert stored[0] == -0.25 and all(math.isnan(x) for x in stored[1:])
 
 
-def test_versions_never_go_back():
-    with pytest.raises(InputError, match="version 1 after version 3.*never go back"):
-        grown([(3, 1, False), (-1, 1, False)]).append([1], [-1.0], 1)
-    with pytest.raises(InputError, match="version -1 after"):
-        Response((1,)).append([1], [-1.0], -1)
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: grown([(3, 1, False), (-1, 1, False)]).append([1], [-1.0], 1), InputError,
+     "version 1 after version 3.*never go back"),
+    (lambda: Response((1,)).append([1], [-1.0], -1), InputError, "version -1 after"),
+    (lambda: Response((1,)).append([1, 2], [-1.0], 0), InputError, "2 tokens with 1 log-probs"),
+    (lambda: batches([], 0), ConfigError, "got 0 tokens; give at least 1"),
+    *((lambda count=count: Request(0, (7, 8, 1, 2, 3, 4), (1, 3)).wanted([-1.0] * count), InputError,
+       f"{count} log-probs for a sequence of which 3 were asked for") for count in (2, 4)),
+    (lambda: grown([(3, 1, False)]).stored([0], [-1.0]).stored([0], [-2.0]), AssertionError, "^$"),
+]  # fmt: skip
 
 
-def test_each_token_has_a_log_prob():
-    with pytest.raises(InputError, match="2 tokens with 1 log-probs"):
-        Response((1,)).append([1, 2], [-1.0], 0)
+@pytest.mark.parametrize(("call", "error", "said"), REFUSED)
+def test_what_no_response_can_be_is_refused(call: Callable[[], object], error: type[Exception], said: str):
+    """A version before an older one, tokens without log-probs, and a token that is stored twice, a bug of ours."""
+    with pytest.raises(error, match=said):
+        call()
 
 
 def reported(*stretches: tuple[str, int, int]) -> dict:
@@ -145,17 +147,6 @@ def test_batches_keep_the_budget(sizes: list[int], budget: int):
     assert all(a + b > budget for a, b in itertools.combinations(loads, 2))
 
 
-def test_a_budget_of_nothing():
-    with pytest.raises(ConfigError, match="got 0 tokens; give at least 1"):
-        batches([], 0)
-
-
 def test_the_wanted_tokens_are_picked_from_those_between_them():
     request = Request(0, (7, 8, 1, 2, 3, 4), (1, 3))
     assert request.count == 3 and request.wanted([-1.0, -2.0, -3.0]) == [-1.0, -3.0]
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_too_few_log_probs_or_too_many(count: int):
-    with pytest.raises(InputError, match=f"{count} log-probs for a sequence of which 3 were asked for"):
-        Request(0, (7, 8, 1, 2, 3, 4), (1, 3)).wanted([-1.0] * count)

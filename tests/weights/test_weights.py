@@ -265,27 +265,31 @@ def test_no_more_tensors_differ_than_there_are() -> None:
 # ---------------------------------------------------------------------------------------------------- not compared
 
 
+LM_HEAD, O_PROJ = "lm_head.weight", f"{LAYER}.self_attn.o_proj"
+IN_INT8, IN_FLOAT8 = (torch.zeros(VOCABULARY, HIDDEN).to(dtype) for dtype in (torch.int8, torch.float8_e4m3fn))
+ADAPTER = {f"base_model.model.{O_PROJ}.lora_A.weight": torch.ones(2, HIDDEN)}
+# What the engine holds beside the checkpoint's tensors or in their place, what the trainer holds, and what is said.
+NOT_COMPARED: list[tuple[dict[str, Tensor], dict[str, Tensor], str]] = [
+    ({LM_HEAD: IN_INT8}, checkpoint(),
+     r"the engine holds 1 tensors in a quantized or packed form.*the first lm_head.weight \(int8\)"),
+    ({}, checkpoint() | {LM_HEAD: IN_FLOAT8}, r"the trainer holds 1 .*the first lm_head.weight \(float8_e4m3fn\)"),
+    # SGLang and vLLM keep the weight under an adapter as `base_layer`; PEFT saves the adapter alone.
+    ({f"{O_PROJ}.base_layer.weight": torch.ones(HIDDEN, HEADS * HEAD)}, checkpoint(),
+     rf"the engine holds 1 .*under an adapter \(LoRA\), the first {O_PROJ}.base_layer.weight"),
+    ({}, ADAPTER, "the trainer holds 1 .*under an adapter"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("beside", "weights", "said"), NOT_COMPARED)
+def test_tensors_of_another_form_are_not_compared(beside: dict[str, Tensor], weights: dict[str, Tensor], said: str):
+    with pytest.raises(NotSeenError, match=said):
+        compare(Engine([loaded(checkpoint()) | beside]), weights)
+
+
 @pytest.mark.parametrize("axis", ["dp_size", "pp_size"])
 def test_a_cut_that_is_not_served_is_not_compared(axis: str) -> None:
     with pytest.raises(NotSeenError, match=f"runs with {axis} 2: served is tensor parallelism alone"):
         compare(Engine([loaded(checkpoint())], **{axis: 2}), checkpoint())
-
-
-def test_a_quantized_engine_is_not_compared() -> None:
-    held = loaded(checkpoint())
-    held["lm_head.weight"] = held["lm_head.weight"].to(torch.int8)
-    with pytest.raises(
-        NotSeenError,
-        match=r"the engine holds 1 tensors in a quantized or packed form.*the first lm_head.weight \(int8\)",
-    ):
-        compare(Engine([held]), checkpoint())
-
-
-def test_a_quantized_checkpoint_is_not_compared() -> None:
-    weights = checkpoint()
-    weights["lm_head.weight"] = weights["lm_head.weight"].to(torch.float8_e4m3fn)
-    with pytest.raises(NotSeenError, match=r"the trainer holds 1 .*the first lm_head.weight \(float8_e4m3fn\)"):
-        compare(Engine([loaded(checkpoint())]), weights)
 
 
 def test_a_buffer_of_whole_numbers_is_told_and_hides_no_weight() -> None:
@@ -294,17 +298,6 @@ def test_a_buffer_of_whole_numbers_is_told_and_hides_no_weight() -> None:
     comparison = compare(Engine([loaded(checkpoint())]), checkpoint() | buffer | frequencies)
     assert comparison.compared == len(loaded(checkpoint())) + 1
     assert [*map(str, comparison.differences)] == ["vision.embeddings.position_ids: the engine holds nothing of it"]
-
-
-def test_adapters_of_either_side_are_not_compared() -> None:
-    """SGLang and vLLM keep the weight under an adapter as `base_layer`; PEFT saves the adapter alone."""
-    weights, held = checkpoint(), loaded(checkpoint())
-    name = f"{LAYER}.self_attn.o_proj.base_layer.weight"
-    with pytest.raises(NotSeenError, match=rf"the engine holds 1 .*under an adapter \(LoRA\), the first {name}"):
-        compare(Engine([held | {name: held[f"{LAYER}.self_attn.o_proj.weight"]}]), weights)
-    adapter = {f"base_model.model.{LAYER}.self_attn.o_proj.lora_A.weight": torch.ones(2, HIDDEN)}
-    with pytest.raises(NotSeenError, match="the trainer holds 1 .*under an adapter"):
-        compare(Engine([held]), adapter)
 
 
 @pytest.mark.parametrize("axis", ["attn_cp_size", "moe_dp_size"])
