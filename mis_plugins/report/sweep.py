@@ -179,7 +179,8 @@ def candidates(asked: str, own: Candidate | None) -> list[Candidate]:
         ConfigError: a name is unknown, or the config cannot work.
     """
     if "=" in asked:
-        raise ConfigError(f"--sweep: got {asked}; grids are gone: name files of configs, with commas between them")
+        gone = "there are no grids any more: write each config to a file, and name the files with commas between them"
+        raise ConfigError(f"--sweep: got {asked}; {gone}")
     names = asked.split(",")
     if asked in ("all", "own"):
         files = presets()
