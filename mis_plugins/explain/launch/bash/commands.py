@@ -140,6 +140,7 @@ class Commands(Builtins):
         if at is None or not starts or programs[:1] and programs[0] in (*LEAVES_FILES, *COPIES, *EDITS):
             self._other(node, words)
             return
+        words = [*words, *[hole("what xargs reads")] * ("xargs" in programs)]
         name, arguments = node.child_by_field_name("name"), node.children_by_field_name("argument")
         ends = [child.end_byte for child in arguments if says(child) not in ('"$@"', "$@")]
         if not ends and name is not None and not re.match(r'"?\$\{?[@*\d]', says(name)):
@@ -167,12 +168,8 @@ class Commands(Builtins):
                 self.write(file, hole(one_line(node)))
             return
         shell, _ = shell_of(words, "c")
-        if (
-            NAMES_TRAIN.search(f"{says(node)} {' '.join(given)}")
-            or self.source == 0
-            and words
-            and all(map(is_unknown, words))
-        ):
+        is_hidden = self.source == 0 and words and all(map(is_unknown, words))
+        if is_hidden or NAMES_TRAIN.search(f"{says(node)} {' '.join(given)}"):
             self.unread(node, "may start train.py too")
         elif shell in (0, *range(len(given))) and words or any(word.endswith(SCRIPTS) for word in (name, *given)):
             self.unread(node, "runs another script, which is not read")
