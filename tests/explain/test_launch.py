@@ -182,6 +182,7 @@ TOLD = [
     (MIS, f"python3 train.py {FULL} --colocate ${{MORE}}", (), 0, "not read: (line 1): ${MORE} may give more flags"),
     (MIS, f"python3 train.py {FULL} --lr=1 ${{MORE}}", (), 0, "not read: (line 1): ${MORE} may give more flags"),
     (MIS, f"cat more | xargs python3 train.py {FULL}", (), 0, "what xargs reads may give more flags"),
+    (MIS, f"cat more | parallel -j1 python3 train.py {FULL}", (), 0, "what parallel reads may give more flags"),
     (MIS, f"import miles.utils as U\nU.execute_train(f'{{more()}}--lr 1 {FULL}')", (), 0, "more()--lr may give more"),
     (MIS, ARMS, (), 1, "no diff: "),
     (MIS, f"python3 train.py -- {FULL}", (), 1, "the host takes nothing behind -- for a flag"),

@@ -140,7 +140,7 @@ class Commands(Builtins):
         if at is None or not starts or programs[:1] and programs[0] in (*LEAVES_FILES, *COPIES, *EDITS):
             self._other(node, words)
             return
-        words = [*words, *[hole("what xargs reads")] * ("xargs" in programs)]
+        words = [*words, *(hole(f"what {name} reads") for name in programs if name in ("xargs", "parallel"))]
         name, arguments = node.child_by_field_name("name"), node.children_by_field_name("argument")
         ends = [child.end_byte for child in arguments if says(child) not in ('"$@"', "$@")]
         if not ends and name is not None and not re.match(r'"?\$\{?[@*\d]', says(name)):
