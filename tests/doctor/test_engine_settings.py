@@ -132,7 +132,7 @@ def test_what_seeds_decide(answers: tuple, found: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("values", "found"),
-    [((-1.5, -0.00390625), "bf16"), ((-1.5, -0.1), "fp32"), ((-0.0,), "bf16"), ((-1.5 - 2**-8,), "fp32")],
+    [((-1.5, -0.00390625), "bf16"), ((-1.5, -1 - 2**-20), "fp32"), ((-0.0,), "bf16"), ((-1.5 - 2**-8,), "fp32")],
 )
 def test_a_log_prob_tells_what_it_was_rounded_to(values: tuple[float, ...], found: str) -> None:
     _, log_probs = sglang_rows([[value, 7, None] for value in values])
@@ -190,6 +190,9 @@ LIES: dict[str, Change] = {
     "log-probs in words": each_log_prob("-0.5"),
     "log-probs that are true": each_log_prob(True),
     "log-probs of many digits": each_log_prob(-(10**4000)),
+    "log-probs of four decimals": lambda answers: changed_rows(
+        answers, lambda rows: [[row[0] and round(row[0], 4), *row[1:]] for row in rows]
+    ),
     "tokens in words": each_token("7"),
     "tokens that are true": each_token(True),
     "tokens below 0": each_token(-1),

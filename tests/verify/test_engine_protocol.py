@@ -1,6 +1,7 @@
 """Server processes, engines without theirs, and the stand-in for the kernels that a CPU lacks."""
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -238,6 +240,13 @@ def test_what_was_asked_is_sampled_and_the_seed_decides(tiny: Path):
     assert other[0].tokens != samples[0].tokens
 
 
+def test_an_engine_of_nan_weights_says_so(tiny: Path):
+    engine = HuggingFace(tiny, "fp32")
+    engine._model.get_output_embeddings().weight.data[7] = math.nan
+    with pytest.raises(EngineError, match="the model gives NaN for log-probs"):
+        engine.generate(REQUESTS)
+
+
 def test_a_response_is_over_with_its_first_end(tiny: Path):
     engine = HuggingFace(tiny, "fp32")
     whole = engine.generate(REQUESTS)[0]
@@ -308,6 +317,13 @@ def test_vllm_refuses_a_tree(tmp_path: Path):
         VLLM(tmp_path, "fp32", Contract(leaves=2))
 
 
+def test_rounded_log_probs_are_refused_and_a_float32_in_fewest_digits_is_not():
+    exact = torch.tensor([-0.123456789, -11.25, -1.4142135])
+    assert equal_bits(log_probs([float(str(x)) for x in exact.numpy()]), exact)
+    with pytest.raises(EngineError, match="log-probs are rounded, as -0.1235 is"):
+        log_probs([round(x, 4) for x in exact.tolist()])
+
+
 def test_a_missing_log_prob_is_never_replaced():
     rows = [[-0.5, 7, None], [None, 8, None]]
     with pytest.raises(EngineError, match="or none"):
@@ -353,7 +369,17 @@ def test_an_engine_whose_plugin_fails_is_ended_too(
         monkeypatch.setenv(name, value)
     with pytest.raises(error):
         plugin.activate()
-    assert hooks[0] == plugin._taken_up and plugin._pin not in hooks
+    assert hooks[0] == plugin._taken_up and not any(isinstance(hook, partial) for hook in hooks)
+
+
+def test_an_engine_whose_release_has_a_function_elsewhere_is_ended(monkeypatch: pytest.MonkeyPatch):
+    """SGLang logs, and does not raise, where it cannot apply a hook: the norm would stay SGLang's own."""
+    applied = SimpleNamespace(HookRegistry=SimpleNamespace(_patched={plugin.ROPE}))
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", applied)
+    monkeypatch.setattr("true_on_policy.engines.handover.pin_as_asked", MagicMock())
+    plugin._pin([plugin.ROPE])
+    with pytest.raises(PinError, match="could not apply our hooks to sglang.srt.layers.layernorm.RMSNorm"):
+        plugin._pin([plugin.ROPE, plugin.NORM])
 
 
 def test_an_engine_that_did_not_take_the_contract_up_is_ended():

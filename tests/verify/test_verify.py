@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -399,6 +400,7 @@ def test_a_checkpoint_without_a_weight_is_no_model(trainer: Any, name: str, tmp_
         trainer(tmp_path, "fp32")
 
 
+EMBEDDING = "model.embed_tokens.weight"
 Q, OF_2 = "model.layers.2.self_attn.q_proj.weight", "model.layers.2.mlp.experts.0.down_proj.weight"
 
 
@@ -412,7 +414,12 @@ Q, OF_2 = "model.layers.2.self_attn.q_proj.weight", "model.layers.2.mlp.experts.
         ),
         ("tiny-qwen3", lambda held: {Q: held[Q][:, :7].clone()}, rf"holds no {Q} \[128, 128\]"),
         ("tiny-qwen3-tied", lambda held: {"lm_head.weight": torch.ones(333, 320)}, "other than the embedding"),
-        ("tiny-qwen3-tied", lambda held: {"lm_head.weight": held["model.embed_tokens.weight"].clone()}, None),
+        ("tiny-qwen3-tied", lambda held: {"lm_head.weight": held[EMBEDDING].clone()}, None),
+        (
+            "tiny-qwen3-tied",
+            lambda held: {name: held[EMBEDDING] * math.nan for name in (EMBEDDING, "lm_head.weight")},
+            None,
+        ),
         ("tiny-llama", lambda held: {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}, None),
         ("tiny-qwen3-moe", lambda held: {OF_2.replace(".0.", ".8."): held[OF_2] + 1}, "holds no .*experts.8.gate_proj"),
         ("tiny-qwen3-moe", lambda held: {OF_2: held[OF_2][:3].clone()}, "experts of other shapes"),

@@ -107,8 +107,16 @@ class Engine(Protocol):
 
 
 def log_probs(values: Iterable[Any]) -> Float32[Tensor, "_"]:
-    """Read an answer's log-probs; JSON carries a float32 as the float64 of equal value, so nothing is rounded."""
-    return torch.tensor([*map(log_prob, values)], dtype=torch.float32)
+    """Read an answer's log-probs; JSON carries a float32 as the float64 of equal value, or in fewest digits.
+
+    Raises:
+        EngineError: numbers that are no float32 have five decimals or fewer, so that their last bits are lost.
+    """
+    given = torch.tensor([*map(log_prob, values)], dtype=torch.float64)
+    others = given[given != given.float()]
+    if len(others) and torch.equal(others, others.round(decimals=5)):
+        raise EngineError(f"log-probs are rounded, as {others[0].item()!r} is, by the server or a proxy before it")
+    return given.float()
 
 
 def sglang_rows(rows: Any) -> tuple[tuple[int, ...], Float32[Tensor, "_"]]:

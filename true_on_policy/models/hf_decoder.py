@@ -14,6 +14,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES
 from true_on_policy.contract.rounding import add_residual, chosen, combined, rms_norm
 from true_on_policy.contract.specs import HUGGING_FACE, NormOrder
@@ -128,7 +129,7 @@ def fitting(model: Any, checkpoint: Path) -> dict[str, Tensor]:
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         del held[HEAD]
         embedding = weights.get(next(name for name in held if name.endswith("embed_tokens.weight")))
-        if embedding is not None and not torch.equal(weights.pop(HEAD, embedding), embedding):
+        if embedding is not None and not equal_bits(weights.pop(HEAD, embedding), embedding):
             raise ModelError(f"{checkpoint}: holds a {HEAD} other than the embedding, to which its config.json ties it")
     theirs, ours = ({f"{name} {list(x.shape)}" for name, x in of.items()} for of in (weights, held))
     if faults := [f"no {name}" for name in sorted(ours - theirs)] or sorted(theirs - ours):

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
-from true_on_policy.engines.protocol import Request, Sample
+from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.models import hf_decoder
 from true_on_policy.models.hf_decoder import padded, take
@@ -51,6 +51,8 @@ class HuggingFace:
         tokens, log_probs = [], []
         for _ in range(max(request.length for request in requests)):
             distribution = torch.log_softmax(decoding.logits / temperatures, -1)
+            if distribution.isnan().any():
+                raise EngineError("hf: the model gives NaN for log-probs; are all weights of its checkpoint finite?")
             pairs = zip(distribution.exp(), generators, strict=True)  # each row has its own random numbers
             tokens.append(torch.stack([torch.multinomial(row, 1, generator=own) for row, own in pairs]))
             log_probs.append(distribution.gather(1, tokens[-1])[:, 0])

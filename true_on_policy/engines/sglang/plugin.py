@@ -9,13 +9,18 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from true_on_policy.engines import handover
-from true_on_policy.errors import NotSeenError
+from true_on_policy.errors import NotSeenError, PinError
 
 if TYPE_CHECKING:
     from true_on_policy.contract.cpu import Contract
+
+ROPE = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding._compute_inv_freq"
+ROW_PARALLEL = "sglang.srt.layers.linear.RowParallelLinear.forward"
+NORM = "sglang.srt.layers.layernorm.RMSNorm.forward_native"
 
 
 def activate() -> None:
@@ -102,19 +107,19 @@ def _align() -> None:
     _register(TARGET, _taken_up, "AFTER")
     allow()
     contract = handover.stated_contract()
+    hooks: dict[str, tuple[Callable, str]] = {ROPE: (_frequencies_on_cpu, "AROUND")}
     if contract.leaves > 1:
-        _register("sglang.srt.layers.linear.RowParallelLinear.forward", _row_parallel(contract), "REPLACE")
-    rope = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding._compute_inv_freq"
-    _register(rope, _frequencies_on_cpu, "AROUND")
+        hooks[ROW_PARALLEL] = _row_parallel(contract), "REPLACE"
     if (ordered := handover.ordered_norm()) is not None:
-        _register("sglang.srt.layers.layernorm.RMSNorm.forward_native", _norm(ordered), "REPLACE")
+        hooks[NORM] = _norm(ordered), "REPLACE"
+    for target, (hook, kind) in hooks.items():
+        _register(target, hook, kind)
     # Last, because a pinned engine that lacks one of the others would pass for taken up.
-    _register("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _pin, "REPLACE")
+    _register("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", partial(_pin, [*hooks]), "REPLACE")
 
 
 def _taken_up(result: object, runner: object) -> None:
     """End a server that has built its model without the contract that was handed over."""
-    from true_on_policy.errors import PinError
     from true_on_policy.kernels.pin import active_backend
 
     if active_backend() is None:
@@ -124,8 +129,16 @@ def _taken_up(result: object, runner: object) -> None:
         )
 
 
-def _pin(enable_bmm: bool = True) -> None:
-    """Pin the CPU kernels where SGLang would switch on its Triton kernels, which need a GPU."""
+def _pin(targets: Sequence[str], enable_bmm: bool = True) -> None:
+    """Pin the CPU kernels where SGLang would switch on its Triton kernels, which need a GPU.
+
+    Raises:
+        PinError: a function of `targets` is not as our hook makes it; SGLang only logs that it could not apply one.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry  # pyright: ignore[reportMissingImports]
+
+    if lacking := sorted({*targets} - HookRegistry._patched):
+        raise PinError(f"SGLang could not apply our hooks to {', '.join(lacking)}: another release has them elsewhere")
     handover.pin_as_asked()
 
 
