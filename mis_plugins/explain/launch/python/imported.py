@@ -24,6 +24,8 @@ PLAINLY = {"strip": str.strip, "lower": str.lower}
 WRITES = ("write", "writelines", "write_text", "write_bytes")
 MOVES = ("copy", "copy2", "copyfile", "move", "rename", "replace")  # what makes the file of its second argument
 RUNS_IN_SHELL = re.compile(r"(os|subprocess)\.\w+|(\w+\.)?exec_command")  # functions, the last one Miles's
+TELLS = ("print", "debug", "info", "warning")  # functions that show a command, and start nothing
+RUNS_A_FILE = ("run_path", "run_module")  # runpy's functions, in the launcher's own process
 NAMES = ("str", "Path")  # functions that return the name of a file
 SET_ANY_NAME = ("exec", "globals", "locals")
 
@@ -39,7 +41,9 @@ class Imported(Functions):
         folder = self.folder_of(named.get("cwd"))
         if name == "chdir" and given:
             self.folder = folder = self.folder_of(given[0])
-        for value in (*given, *named.values()):
+        if name in RUNS_A_FILE and given:
+            given = [(*as_text(given[0]), Piece(" "), *hole("sys.argv")), *given[1:]]
+        for value in () if name in TELLS else (*given, *named.values()):
             with self.now(folder=folder):
                 self.shell(node, value)
             if name not in (*NAMES, "open"):
