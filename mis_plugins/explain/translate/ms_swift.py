@@ -51,6 +51,7 @@ UNSERVED = {
         ("teacher_model", "teacher_model_server"), (None, "changes the advantages of tokens; nothing here does.")
     ),
     "advantage_reweight": (None, "weighs the advantages of tokens by a teacher; nothing here does."),
+    "chord_sft_dataset": ([], "adds a supervised loss to the policy's (CHORD); nothing here does."),
     "sdar_loss_coef": (0.0, "of a teacher's loss beside the policy's; nothing here adds one."),
 }
 """Keys of the loss that nothing here reads: ms-swift's default, and what another value does."""

@@ -109,6 +109,9 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     for key in keys:
         if key.startswith(FAMILIES) and key not in KEYS:
             raise ConfigError(f"{cut(key)}: no key of TRL's; known are {', '.join(KEYS)}")
+        whole = [name for name in READ if name.startswith(key)]
+        if whole and key not in (*READ, *source.tree):  # a yaml may hold any key
+            raise ConfigError(f"{key}: short for {whole[0]} where no other flag of the script begins so; write it out")
     given = {key: _nothing(keys[key]) for key in READ if key in keys}
     if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, GMPO):
         source.prove_nothing()
@@ -239,6 +242,8 @@ def _of_loss(given: Mapping[str, Any], mis: Mapping[str, Any]) -> Iterator[str]:
     if coefficient := _coefficient(given):
         unbiased = f" --use-unbiased-kl ({UNBIASED}: true by default)" if _unbiased(given) else ""
         yield f"beta: pass --use-kl-loss --kl-loss-coef {coefficient:g} --kl-loss-type low_var_kl{unbiased}."
+        if unbiased and level == "sequence":
+            yield f"{UNBIASED}: TRL multiplies the KL term by the ratio of the sequence, and the hosts by each token's."
     if strays := [key for key in OWN_KEYS if key in given and key not in OWN.get(loss or "", {}).values()]:
         yield f"{listed(strays)}: without effect in TRL, and here, with another loss_type."
     if loss not in ("sapo", "vespo"):  # which clip nothing
@@ -336,7 +341,8 @@ def _switched_off(setting: str) -> str:
 
 
 def _is_read(key: str) -> bool:
-    return key in READ or key.startswith(FAMILIES)
+    """Whether a flag is one of `READ`, in full or shortened as argparse takes it, or may be another of its families."""
+    return key.startswith(FAMILIES) or any(full.startswith(key) for full in READ)
 
 
 def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:

@@ -197,7 +197,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
     """
     # Hydra's `+` adds a key.
-    overrides = settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_ours, lambda key: _full(key.lstrip("+")), _value)
+    overrides = settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_read, lambda key: _full(key.lstrip("+")), _value)
     won = dict(_flat(dict(overrides)))
     source = _said(text, set(won), asked)
     settings = {**source.settings, **won}
@@ -292,7 +292,16 @@ def _of_script(settings: Mapping[str, Any]) -> dict[str, Any]:
     if SECTION in settings and settings.keys() - {SECTION, ASYNC}:
         raise ConfigError(f"{SECTION}: stands beside a value for all of it; give one of them")
     values = {path: value if is_open(value) else of_script(path, value, _value) for path, value in settings.items()}
+    for path, value in values.items():
+        if not isinstance(value, Mapping) and not _is_ours(path):
+            raise ConfigError(f"{path}: got {shown(value)}; expected a mapping")
+        if parent := next((parent for parent in PARENTS & values.keys() if path.startswith(f"{parent}.")), None):
+            raise ConfigError(f"{path}: stands beside a value for all of {parent}; give one of them")
     return dict(_flat(values))
+
+
+def _is_read(path: str) -> bool:
+    return _is_ours(path) or path in PARENTS
 
 
 def _is_ours(path: str) -> bool:
@@ -353,7 +362,7 @@ DIALECT = Dialect(
     "verl",
     ("rollout_correction", LOSS_MODE, *RETIRED, *(key for key in KEYS if key.startswith("rollout_"))),
     _settings,
-    _is_ours,
+    _is_read,
     _starts,
     _file,
     own_yamls=OWN_PARTS,
