@@ -138,7 +138,9 @@ def _pin(targets: Sequence[str], enable_bmm: bool = True) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry  # pyright: ignore[reportMissingImports]
 
     if lacking := sorted({*targets} - HookRegistry._patched):
-        raise PinError(f"SGLang could not apply our hooks to {', '.join(lacking)}: another release has them elsewhere")
+        raise PinError(
+            f"SGLang could not apply our hooks to {', '.join(lacking)}; start a release that has each function"
+        )
     handover.pin_as_asked()
 
 
