@@ -85,18 +85,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     except (UserError, OSError, yaml.YAMLError) as error:
         target = str(getattr(arguments, "target", getattr(arguments, "checkout", arguments.group)))
-        target, why = cut(target, LONGEST_TARGET), cut(_why(error, target), LONGEST_ERROR)
+        target, why = (
+            cut(target, LONGEST_TARGET),
+            cut(_why(error, target, arguments.run in (show, check, path)), LONGEST_ERROR),
+        )
         print_error(f"{'standard input' if target == STDIN else target}: {why}")
         return REFUSED
     return 0
 
 
-def _why(error: Exception, target: str) -> str:
+def _why(error: Exception, target: str, takes_presets: bool) -> str:
     """What an error says: of a file that cannot be opened without its path, of a missing one whether it is a preset."""
     if not isinstance(error, OSError) or str(error.filename) != str(Path(target)):
         return str(error)
     preset = Path(target).stem.lower()
-    meant = isinstance(error, FileNotFoundError) and preset in presets()
+    meant = takes_presets and isinstance(error, FileNotFoundError) and preset in presets()
     return f"{error.strerror}{f'; did you mean the preset {preset}?' if meant else ''}"
 
 

@@ -109,8 +109,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     for key in keys:
         if key.startswith(FAMILIES) and key not in KEYS:
             raise ConfigError(f"{cut(key)}: no key of TRL's; known are {', '.join(KEYS)}")
-        whole = [name for name in READ if name.startswith(key)]
-        if whole and key not in (*READ, *source.tree):  # a yaml may hold any key
+        if (whole := _whole(key)) and key not in (*READ, *source.tree):  # a yaml may hold any key
             raise ConfigError(f"{key}: short for {whole[0]} where no other flag of the script begins so; write it out")
     given = {key: _nothing(keys[key]) for key in READ if key in keys}
     if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, GMPO):
@@ -342,7 +341,12 @@ def _switched_off(setting: str) -> str:
 
 def _is_read(key: str) -> bool:
     """Whether a flag is one of `READ`, in full or shortened as argparse takes it, or may be another of its families."""
-    return key.startswith(FAMILIES) or any(full.startswith(key) for full in READ)
+    return key.startswith(FAMILIES) or bool(_whole(key))
+
+
+def _whole(key: str) -> list[str]:
+    """The keys that a flag may be short for; one or two letters begin too many of TRL's flags."""
+    return [name for name in READ if len(key) > 2 and name.startswith(key)]
 
 
 def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
