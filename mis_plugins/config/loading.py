@@ -6,6 +6,7 @@ Presets are grouped by what they do, by the package that they come from, and by 
 from __future__ import annotations
 
 import argparse
+import os.path
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def preset_path(name: str) -> Path:
     """The file of a preset, in a checkout or an installed package; a ConfigError names the nearest that exists."""
     files = presets()
     if name not in files:
-        folder = "; it is a folder, and a file is expected" if name and Path(name).is_dir() else None
+        folder = "; it is a folder, and a file is expected" if os.path.isdir(name) else None
         near = folder or reading.suggest(name, files, "; `python -m mis_plugins config list` names all")
         raise ConfigError(f"preset {shown(name)}: unknown{near}")
     return files[name]

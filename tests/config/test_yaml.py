@@ -334,6 +334,11 @@ def test_a_name_that_is_no_preset_and_no_file(target: str, message: str, capsys:
         assert capsys.readouterr().err.strip() == message
 
 
+def test_a_name_that_is_too_long_for_a_file_is_no_preset():
+    with pytest.raises(ConfigError, match="unknown; `python -m mis_plugins config list` names all"):
+        preset_path("a" * 300)
+
+
 def test_a_translator_offers_no_preset_in_the_place_of_a_file(capsys: pytest.CaptureFixture):
     assert main(["config", "from-trl", "TIS.sh"]) == 2
     assert capsys.readouterr().err.strip() == "TIS.sh: No such file or directory"
