@@ -12,7 +12,7 @@ from typing import Any
 
 from mis_plugins.config.file import INLINE
 from mis_plugins.explain.launch import bash
-from mis_plugins.explain.launch.bash.commands import COPIES, EDITS
+from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, shell_of
 from mis_plugins.explain.launch.python.functions import Functions
 from mis_plugins.explain.launch.python.names import Record, as_text, key_of, lines_of, name_of, says
 from mis_plugins.explain.launch.reader import Ended, Launch, is_train
@@ -127,6 +127,8 @@ class Imported(Functions):
     def shell(self, node: ast.Call, command: Any) -> None:
         """A command of the shell that the launcher hands on, as one text or as words."""
         words = [item for item in command if isinstance(item, tuple)] if isinstance(command, list) else []
+        if (at := shell_of(words, "c")[1]) < len(words):  # of `bash -c TEXT`
+            words, command = [], words[at]
         quoted = [piece for word in words for piece in (Piece("'", lines=lines_of(node)), *word, Piece("' "))]
         text = tuple(quoted) or as_text(command)
         given = [known(word) or "" for word in words] or with_holes(text).split()
