@@ -219,6 +219,7 @@ TOLD = [
     (MIS, f"{START}subprocess.run(['python3', 'train.py', *more()])", (), 0, "may start train.py too"),
     (MIS, f"import subprocess\nC = f\"x='{{more()}}' python3 train.py {FULL}\"\nsubprocess.run(['bash', '-c', C])",
      (), 0, "starts: train.py of Miles"),
+    (MIS, f"{START}subprocess.run(['ssh', 'host', 'python3 train.py --lr 1'])", (), 0, "may start train.py too"),
     (MIS, f"import sys\n{START}runpy.run_path('train.py')", (), 1, "sys.argv may give more flags"),
     (MIS, f"print('python3 train.py')\n{START}", (), 0, "nothing has to change"),
     (MIS, f"{START}subprocess.run(['python3', 'train.py'] + more())", (), 0, "may start train.py too"),

@@ -12,6 +12,7 @@ from typing import Any
 
 from mis_plugins.config.file import INLINE
 from mis_plugins.explain.launch import bash
+from mis_plugins.explain.launch.bash.builtins import NAMES_TRAIN
 from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, shell_of
 from mis_plugins.explain.launch.python.functions import Functions
 from mis_plugins.explain.launch.python.names import Record, as_text, key_of, lines_of, name_of, says
@@ -135,6 +136,8 @@ class Imported(Functions):
         is_run = not words and known(text) and RUNS_IN_SHELL.fullmatch(ast.unparse(node.func))
         if is_run or any(map(is_train, given)) or given and given[0] in (*COPIES, *EDITS):
             self.launch(node, text, (0, 0))
+        elif any(NAMES_TRAIN.search(shown(word)) for word in words):  # as in ["ssh", HOST, TEXT]
+            self.unread(node, "may start train.py too")
         elif isinstance(command, tuple):
             sources = " ".join(piece.source for piece in command if piece.text is None)
             named = re.findall(r"[\w./-]+", sources)
