@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -163,6 +164,15 @@ def test_ctrl_c_while_the_policy_is_warm_started(tmp_path: Path) -> None:
     assert interrupted(f"{LONG} {tmp_path}/run --quiet", after=10) == (130, "interrupted\n")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Commands take an interrupt, also where the tests are a background job of a script, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("library", "words"),
     [
