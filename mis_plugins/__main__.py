@@ -85,10 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     except (UserError, OSError, yaml.YAMLError) as error:
         target = str(getattr(arguments, "target", getattr(arguments, "checkout", arguments.group)))
-        target, why = (
-            cut(target, LONGEST_TARGET),
-            cut(_why(error, target, arguments.run in (show, check, path)), LONGEST_ERROR),
-        )
+        why = cut(_why(error, target, arguments.run in (show, check, path)), LONGEST_ERROR)
+        target = cut(target, LONGEST_TARGET)
         print_error(f"{'standard input' if target == STDIN else target}: {why}")
         return REFUSED
     return 0

@@ -230,8 +230,9 @@ class RejectRule:
     @cached_property
     def limits(self) -> tuple[float | None, float | None]:
         """Bounds on the value that is compared: the logarithm of a ratio; of one token a number of 32 bits."""
-        compared, rounded = math.log if self.record.factor else float, float if self.over in ("sum", "mean") else single
-        return tuple(None if x is None else rounded(compared(x)) for x in (self.lower, self.upper))  # type: ignore[return-value]
+        compared = float if self.record.factor is None else math.log
+        held = float if self.over in ("sum", "mean") else single
+        return tuple(None if x is None else held(compared(x)) for x in (self.lower, self.upper))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

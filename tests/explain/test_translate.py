@@ -398,6 +398,21 @@ def test_a_command_that_is_gone_names_what_takes_its_place(capsys: pytest.Captur
     assert "pass it as --custom-config-path FILE" in error and "`config check FILE`" in error
 
 
+VERL_LOSS = "actor_rollout_ref.actor.policy_loss"
+
+
+@pytest.mark.parametrize(
+    ("behind", "message"),
+    [
+        (["actor_rollout_ref.actor=5"], "got 5; expected a mapping"),
+        ([f"{VERL_LOSS}.loss_mode=geo_mean", f"{VERL_LOSS}={{loss_mode:sapo}}"], "stands beside a value for all of"),
+    ],
+)
+def test_a_mapping_behind_the_file_is_no_other_value_and_stands_alone(behind: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        verl.translate("algorithm: {rollout_correction: {rollout_is: token}}", behind)
+
+
 def test_a_misspelled_command_names_the_commands_that_there_are(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit, match="2"):
         main(["config", "chek", "mis.yaml"])

@@ -198,7 +198,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     """
     # Hydra's `+` adds a key.
     overrides = settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_read, lambda key: _full(key.lstrip("+")), _value)
-    won = dict(_flat(dict(overrides)))
+    won = _of_overrides(dict(overrides))
     source = _said(text, set(won), asked)
     settings = {**source.settings, **won}
     given = _given(settings, won)
@@ -291,7 +291,17 @@ def _of_script(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The values of Hydra's overrides in a launch script."""
     if SECTION in settings and settings.keys() - {SECTION, ASYNC}:
         raise ConfigError(f"{SECTION}: stands beside a value for all of it; give one of them")
-    values = {path: value if is_open(value) else of_script(path, value, _value) for path, value in settings.items()}
+    return _of_overrides(
+        {path: value if is_open(value) else of_script(path, value, _value) for path, value in settings.items()}
+    )
+
+
+def _of_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of Hydra's overrides, of which each may hold a mapping of several.
+
+    Raises:
+        ConfigError: a value in the place of a mapping, or a setting beside one for all of its mapping.
+    """
     for path, value in values.items():
         if not isinstance(value, Mapping) and not _is_ours(path):
             raise ConfigError(f"{path}: got {shown(value)}; expected a mapping")
