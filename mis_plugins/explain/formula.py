@@ -154,7 +154,7 @@ def _objective(config: model.CorrectionConfig) -> list[str]:
     reads_ratio = objective.surrogate != "reinforce" or bool(objective.kl_tau)
     lines = [f"s_t    = {_of_sequence(ratio, objective)}"] * (reads_ratio and record.of_sequence is None)
     lines += [line.format(**vars(objective) | {"old": old, "ratio": ratio}) for line in record.lines]
-    kept = "keep_t and not away_t" if record.masks else "keep_t"
+    kept = "keep_t and not away_t" if any(line.startswith("away_t") for line in record.lines) else "keep_t"
     lines.append(f"L_t    = {record.formula} where {kept}, else 0")
     if objective.kl_tau:
         lines.append(f"       + w_t {objective.kl_tau:g} (log s_t)^2 where keep_t")

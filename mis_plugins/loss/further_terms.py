@@ -43,7 +43,7 @@ def gmpo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     own, log_r = clipped_log_ratio(x.log_ratio, x.advantages, clip), x.log_ratio.detach()
     known, _, advantage, clipped_mean = sequence_means(x, ragged, x.factor * x.advantages, own.detach())
     loss = -exp_clamped(clipped_mean + own - own.detach()) * advantage
-    held = (own.detach() != log_r) & (x.advantages != 0)
+    held = (own != log_r) & (x.advantages != 0)
     alone = lambda: torch.where(known, -exp_clamped(clipped_mean) * x.advantages, 0)  # noqa: E731
     return PolicyTerm(torch.where(known, loss, 0), held.to(own.dtype), log_r, known, alone)
 

@@ -112,7 +112,8 @@ SHAPES = [pytest.param(4, False, id="top-4"), pytest.param(5, True, id="whole"),
 def test_the_gradient_is_the_oracles(bound: str | None, size: int, whole: bool, dtype: torch.dtype) -> None:
     batch = positions(3, size, whole)
     logits = logits_of(batch, dtype)
-    found, _ = surrogates(batch, bound, logits, padding=2)
+    found, term = surrogates(batch, bound, logits, padding=2)
+    assert torch.equal(surrogates(batch, bound, logits.detach(), padding=2)[1].log_probs, term.log_probs)
     advantages = torch.linspace(-1.5, 2, len(batch), dtype=torch.float64)
     (gradient,) = torch.autograd.grad((found * advantages).sum(), logits)
     wanted = torch.stack([center_oracle.gradient(one, weigh_of(bound)) for one in batch])

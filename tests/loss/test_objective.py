@@ -31,6 +31,7 @@ from mis_plugins.loss.objective import (
     cispo_surrogate,
     held_back,
     kl_term,
+    moved_away,
     policy_term,
     target_log_ratio,
 )
@@ -44,14 +45,14 @@ UNCLIPPED = ("reinforce", "sapo", "vespo")  # surrogates that hold no token back
 
 
 def random_responses(seed: int, lengths: Sequence[int] = (7, 1, 5, 0, 9, 4)) -> list[Response]:
-    """Ragged, multi-turn, advantages of either sign within one sequence, one sequence fully masked."""
+    """Ragged, multi-turn, advantages of either sign and 0 within one sequence, one sequence fully masked."""
     rng = random.Random(seed)
     responses = []
     for i, n in enumerate(lengths):
         target = [rng.uniform(-3, -0.01) for _ in range(n)]
         shift, drift = [(0.0, 0.02), (0.4, 0.1), (-0.5, 0.3)][i % 3]
         old, reference = ([p + shift + rng.gauss(0, drift) for p in target] for _ in range(2))
-        advantages = [rng.gauss(0, 1) for _ in range(n)]
+        advantages = [(t % 4 != 2) * rng.gauss(0, 1) for t in range(n)]
         factor = [rng.choice([0.0, 1.0, rng.uniform(0, 2)]) for _ in range(n)]
         mask = [rng.random() < 0.8 and i != 5 for _ in range(n)]
         responses.append(Response(target, old, reference, advantages, factor, mask))
@@ -182,6 +183,11 @@ def test_without_an_advantage_nothing_is_held_back():
     ratio = torch.tensor([0.1, 9.0])
     for advantage, expected in ((0.0, [0, 0]), (1.0, [0, 1]), (-1.0, [1, 0])):
         assert held_back(ratio, torch.full((2,), advantage), Clip(0.2, 0.28)).tolist() == expected
+
+
+def test_dppo_masks_what_leaves_the_trust_region_and_not_its_edge():
+    moved, advantages = torch.tensor([0.25, -0.25, 0.5, -0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    assert moved_away(moved.abs(), moved, advantages, Clip(0.25, 0.25)).tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize("kind", KL_TYPES)

@@ -21,10 +21,10 @@ class Surrogate:
 
     formula: the loss of a kept token; s_t is the ratio of pi_theta to `old`, w_t the weight.
     words: the loss for a reader, with `{ratio}` and the names of its settings.
-    lines: further lines of the formula, with `{old}`, `{ratio}` and the names of its settings.
+    lines: further lines of the formula, with `{old}`, `{ratio}` and the names of its settings. The loss is 0 where a
+        line defines `away_t` and it holds.
     of_token: why the ratio is of a token, whatever `ratio` says; None where `ratio: sequence` has a meaning.
     of_sequence: how the surrogate makes one number of a sequence itself; None where it does not.
-    masks: whether the loss is 0 where `away_t` of `lines` holds.
     settings: the keys of `mis.objective` that are its own, with their defaults.
     """
 
@@ -33,7 +33,6 @@ class Surrogate:
     lines: tuple[str, ...] = ()
     of_token: str | None = None
     of_sequence: str | None = None
-    masks: bool = False
     settings: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -61,7 +60,6 @@ SURROGATES: dict[str, Surrogate] = {
         words=_DPPO.format(by="by more than"),
         lines=("D_t    = |pi_theta - {old}|, of the sampled token", _AWAY),
         of_token=_OF_TOKEN,
-        masks=True,
     ),
     "dppo_kl": Surrogate(
         formula=_CAPPED,
@@ -72,7 +70,6 @@ SURROGATES: dict[str, Surrogate] = {
             _AWAY,
         ),
         of_token=_OF_TOKEN,
-        masks=True,
     ),
     "ipo": Surrogate(
         formula=_CAPPED,
@@ -82,7 +79,6 @@ SURROGATES: dict[str, Surrogate] = {
         ),
         lines=(_BEYOND,),
         of_token=_OF_TOKEN,
-        masks=True,
     ),
     "sapo": Surrogate(
         formula="-w_t g_t A_t",
