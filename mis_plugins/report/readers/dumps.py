@@ -51,11 +51,7 @@ def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
 
 
 def _kind(content: Any) -> tuple[str, str]:
-    """Format of a loaded dump, and the name of its rollout.
-
-    Raises:
-        RecordError: the file is no dump.
-    """
+    """Format of a loaded dump, and the name of its rollout."""
     if miles.is_train_dump(content):
         kind = "Miles"
     elif isinstance(content, dict) and isinstance(content.get("samples"), list) and "rollout_id" in content:

@@ -124,11 +124,7 @@ def _first(sample: Mapping[str, Any], beside: Mapping[str, Any], names: Sequence
 
 
 def _end_of(tokens: Any, size: int, index: Any) -> Tensor | None:
-    """Ids of the response, which end the sample's tokens.
-
-    Raises:
-        RecordError: the response has more log-probs than the sample has tokens.
-    """
+    """Ids of the response, which end the sample's tokens."""
     if tokens is None:
         return None
     ids = torch.as_tensor(tokens).reshape(-1)

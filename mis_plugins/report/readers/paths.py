@@ -92,11 +92,7 @@ BESIDE = {"policy_loss_debug", "dashboard_columns", "dashboard", "events", "traj
 
 
 def _files(path: Path, problems: Problems) -> list[Path]:
-    """The regular files of a path in natural order; everything else in a folder is told.
-
-    Raises:
-        InputError: the path does not exist, or cannot be looked at.
-    """
+    """The regular files of a path in natural order; everything else in a folder is told."""
     try:
         path.stat()
     except OSError as error:
