@@ -269,11 +269,7 @@ class Digest:
 
     @classmethod
     def read(cls, text: str) -> Digest:
-        """Read a digest from its `text`.
-
-        Raises:
-            ValueError: the text is not that of a digest.
-        """
+        """Read a digest from its `text`; raises ValueError where the text is not that of a digest."""
         match = _DIGEST.fullmatch(text)
         if match is None:
             raise ValueError(f"{text[:100]!r} is no digest")

@@ -195,11 +195,7 @@ def candidates(asked: str, own: Candidate | None) -> list[Candidate]:
 
 
 def load(target: str) -> CorrectionConfig:
-    """The config of a preset or of a file.
-
-    Raises:
-        ConfigError: it cannot work, or reads what no dump holds.
-    """
+    """The config of a preset or a file; raises ConfigError where it cannot work, or reads what no dump holds."""
     config = load_file(file_of(target))
     if beyond := _beyond_dumps(config):
         raise ConfigError(f"{target}: {beyond}")

@@ -54,14 +54,10 @@ class Opaque:
         """An object of the class."""
         return Opaque(self.name, arguments)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Take an entry of a foreign dict, and forget it."""
+    def append(self, *_: Any) -> None:
+        """Take entries of a foreign list or dict, and forget them."""
 
-    def append(self, _: Any) -> None:
-        """Take an entry of a foreign list, and forget it."""
-
-    def extend(self, _: Any) -> None:
-        """Take entries of a foreign list, and forget them."""
+    extend = __setitem__ = append
 
 
 def _rebuild(

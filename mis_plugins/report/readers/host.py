@@ -35,11 +35,7 @@ Extra = Mapping[Any, Sequence[Mapping[str, Any]]]
 
 
 def rollout_id(content: Mapping[str, Any]) -> int:
-    """The number of the rollout of a dump.
-
-    Raises:
-        RecordError: the dump names no number.
-    """
+    """The number of the rollout of a dump; raises RecordError where the dump names no number."""
     given = content.get("rollout_id")
     number = int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 19 else given
     if type(number) is not int or abs(number) > LARGEST:

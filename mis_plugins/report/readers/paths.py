@@ -56,11 +56,7 @@ class Found:
 
 
 def find(paths: Sequence[Path], problems: Problems) -> Found:
-    """Sources of all paths, in the order of rollouts.
-
-    Raises:
-        InputError: a path does not exist.
-    """
+    """Sources of all paths, in the order of rollouts; raises InputError where a path does not exist."""
     files = _once([file for path in paths for file in _files(path, problems)])
     sources = list(dumps([file for file in files if file.suffix == ".pt"], problems))
     lines, others = [], []

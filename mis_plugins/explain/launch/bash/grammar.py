@@ -91,11 +91,7 @@ def _blanked(match: re.Match[str]) -> str:
 
 @cache
 def check_version() -> None:
-    """Refuse a parser that crashes.
-
-    Raises:
-        ConfigError: it is older than `OLDEST`.
-    """
+    """Refuse a parser that crashes; raises ConfigError where it is older than `OLDEST`."""
     installed = version("tree-sitter")
     if _numbers(installed) < _numbers(OLDEST):
         raise ConfigError(f"tree-sitter {installed} crashes while it parses; pip install 'tree-sitter>={OLDEST}'")
