@@ -4,8 +4,6 @@ A host calls `yaml.safe_load` and makes an argument of every top-level key. Wher
 one wins. A rule that stands beside `mis:`, and not under it, becomes an argument that nobody reads.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import os

@@ -4,8 +4,6 @@ A host may hand a Namespace, a frozen pydantic model, a dataclass, an object wit
 the first alone: it finds nothing in a model whose arguments are extra fields.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

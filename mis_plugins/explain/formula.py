@@ -10,8 +10,6 @@ s        the ratio of a sequence, where a surrogate makes one number of its toke
 s_t      what a surrogate clips: pi_theta(y_t) / pi_old(y_t); over mu(y_t) in bypass, over q_t mu(y_t) segment-wise
 """
 
-from __future__ import annotations
-
 from mis_plugins.config import model
 from mis_plugins.config.terms.surrogates import SURROGATES
 

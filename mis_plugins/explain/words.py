@@ -1,7 +1,5 @@
 """A config in words: what it will do, which flags it needs, what to beware of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from mis_plugins.config import model

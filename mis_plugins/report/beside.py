@@ -4,8 +4,6 @@
 alone: an expression of a normalizer or a decoder can be made to run for hours.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Numbers, texts, lists and dicts are read, and a tensor becomes a `Stored`. Every
 an `Opaque`, which takes whatever the file gives it and does nothing.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The workload of a verification: requests that lead into the situations where a kernel could change bits."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

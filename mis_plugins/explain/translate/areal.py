@@ -4,8 +4,6 @@ AReaL's segment-wise branch has `behav_imp_weight_*` and `enable_segment_wise_pp
 until `rejection_sampling` took their place.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

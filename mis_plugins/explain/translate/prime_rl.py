@@ -4,8 +4,6 @@ prime-rl corrects by default: its loss compares pi_theta with the rollout engine
 moved too far.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ With `use_vllm: true` TRL corrects unless it is told otherwise: the product of t
 GMPOConfig, which has a Python call alone, inherits every key; GMPOTrainer's loss reads no weight and no mask.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re

@@ -6,8 +6,6 @@ largest divergences of DPPO, and the clip of GMPO.
 Settings are read by their full path, whether a yaml, a launch script or a Hydra override says them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -4,8 +4,6 @@ A trainer that has just moved to version V holds pi_V until its next optimizer s
 when it gets its next batch, before it trains, whether their responses are running, queued or on their way by then.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet

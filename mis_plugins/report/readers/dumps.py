@@ -4,8 +4,6 @@ slime's training dump was read from slime 624b824: `{format_version: 2, rollout_
 a rollout. The last pipeline stage of tensor-parallel rank 0 writes it, after context-parallel pieces are gathered.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What dumps of Miles and slime have in common: one response's columns, and what the rollout's own dump adds."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b

@@ -3,8 +3,6 @@
 A line is read on its own and forgotten, so that memory holds one line, or one group of rows, and never the file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ Every file is told apart by what it holds. A host's dump is mapped and not read,
 before they are used.
 """
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Functions and classes of a launcher: what a call of them gives, and what its command line sets."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
