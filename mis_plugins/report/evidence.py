@@ -13,7 +13,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config.terms.divergence import k3
-from mis_plugins.correction.pipeline import Correction
 from mis_plugins.metrics import slope
 from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.packing.ragged import Ragged
@@ -105,7 +104,7 @@ class Evidence:
     repeated: int = 0
     by_id: Float[Tensor, "6 V"] | None = None
 
-    def add(self, batch: Batch, correction: Correction, tokens: Tokens) -> None:
+    def add(self, batch: Batch, tokens: Tokens) -> None:
         ended = torch.tensor([record.truncated is not True for record in batch.records])
         numbers = of_sequences(batch.ragged, tokens, ended)
         for name, values in numbers.items():

@@ -108,8 +108,7 @@ class Survey:
         correction = correct(batch.proximal, batch.behavior, batch.ragged, with_own_mean(self.own))
         tokens = Tokens.of(correction)
         self.numbers.add(batch, correction)
-        self.evidence.add(batch, correction, tokens)
-        for collector in (self.tables, self.worst):
+        for collector in (self.evidence, self.tables, self.worst):
             collector.add(batch, tokens)
         if self.outcomes:
             shared = Shared.of(batch, correction.stage.ratio)
