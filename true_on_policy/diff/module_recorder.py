@@ -75,7 +75,7 @@ class Recorder:
 
     folder: Path
     select: Callable[[Tensor], Tensor]
-    rank: int = field(default_factory=lambda: torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+    rank: int = field(default_factory=lambda: _rank())
     dump_index: int = 0
     layer: int | None = None
 
@@ -139,3 +139,7 @@ def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, tuple | list):
         tensors = [item for item in value if isinstance(item, Tensor)]
         yield from ((str(index) if len(tensors) > 1 else "", item) for index, item in enumerate(tensors))
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
