@@ -1,7 +1,5 @@
 """Sums over tokens, sequences and token ids for the detectors of causes, kept in one pass."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -40,7 +38,7 @@ class Moments:
     total: float = 0.0
     squares: float = 0.0
 
-    def plus(self, x: Float[Tensor, " N"]) -> Moments:
+    def plus(self, x: Float[Tensor, " N"]) -> "Moments":
         """Moments with the finite numbers of `x` added."""
         x = x[x.isfinite()].double()
         return Moments(self.count + x.numel(), self.total + float(x.sum()), self.squares + float(x.square().sum()))
@@ -59,7 +57,7 @@ class Moments:
         return math.sqrt(self.variance / (self.count - 1)) if self.count > 1 else math.nan
 
     @classmethod
-    def sum(cls, parts: Iterable[Moments]) -> Moments:
+    def sum(cls, parts: "Iterable[Moments]") -> "Moments":
         parts = list(parts)
         return cls(*(sum(getattr(part, name) for part in parts) for name in ("count", "total", "squares")))
 

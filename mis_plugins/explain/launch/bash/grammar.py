@@ -1,7 +1,5 @@
 """Scripts in bash as the tree of tree-sitter's parser, with guards against what it gets wrong; what its nodes say."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -102,7 +100,7 @@ def _numbers(release: str) -> list[int]:
 
 
 @cache
-def _keywords(language: Language) -> Query:
+def _keywords(language: "Language") -> "Query":
     from tree_sitter import Query
 
     return Query(language, KEYWORDS)
