@@ -1,7 +1,5 @@
 """What a user can get wrong: a family of exceptions, a warning that is said once, and how both show a value."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

@@ -23,8 +23,6 @@ process (`hosts/rollout_store.py`). The recorder alone remembers more; it ignore
 hooks run again. Nothing is written on the host's arguments, which are read through `config/view.py`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

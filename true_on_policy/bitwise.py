@@ -7,8 +7,6 @@ holds.
 A distance in ulps counts the steps between representable values: 1 for neighbours, 0 for -0.0 and 0.0.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math
@@ -261,19 +259,15 @@ class Digest:
     sha256: str
 
     @classmethod
-    def of(cls, tensor: Shaped[Tensor, "..."]) -> Digest:
+    def of(cls, tensor: Shaped[Tensor, "..."]) -> "Digest":
         hashed, flat = hashlib.sha256(), _bytes(tensor)
         for start in range(0, flat.numel(), HASHED):
             hashed.update(flat[start : start + HASHED].cpu().numpy().data)
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hashed.hexdigest())
 
     @classmethod
-    def read(cls, text: str) -> Digest:
-        """Read a digest from its `text`.
-
-        Raises:
-            ValueError: the text is not that of a digest.
-        """
+    def read(cls, text: str) -> "Digest":
+        """Read a digest from its `text`; raises ValueError where the text is not that of a digest."""
         match = _DIGEST.fullmatch(text)
         if match is None:
             raise ValueError(f"{text[:100]!r} is no digest")

@@ -1,7 +1,5 @@
 """The exceptions for what a user of true_on_policy can get wrong, as one family."""
 
-from __future__ import annotations
-
 from mis_plugins.errors import UserError
 
 

@@ -7,8 +7,6 @@ FSDP trainer is not imported. Where it is imported, the pin follows Miles's own 
 and comes before a model is built. The pin does what `true_on_policy.hosts.miles_init` does on Megatron.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import wraps

@@ -1,7 +1,5 @@
 """Contradictions between settings that few configs have, loaded where a config has one of them."""
 
-from __future__ import annotations
-
 import math
 
 from mis_plugins.config.model import WEIGHT_BOUNDS, CorrectionConfig, SegmentWiseConfig

@@ -4,8 +4,6 @@ A host calls `yaml.safe_load` and makes an argument of every top-level key. Wher
 one wins. A rule that stands beside `mis:`, and not under it, becomes an argument that nobody reads.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import os
@@ -237,7 +235,10 @@ def text_of(file: Path | str) -> str:
 def _beginning(file: Path | str) -> bytes:
     """Bytes of a file; reading stops one byte beyond the largest config."""
     if str(file).startswith(INLINE):
-        return _inline(file)
+        try:
+            return base64.b64decode(str(file).removeprefix(INLINE), validate=True)
+        except ValueError as error:
+            raise ConfigError(f"{INLINE} no base64 behind it ({error})") from None
     if str(file) == STDIN:
         return sys.stdin.buffer.read(LARGEST_FILE + 1)
     with open(file, "rb", opener=_opened) as stream:
@@ -249,10 +250,3 @@ def _opened(path: str, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     os.set_blocking(descriptor, True)
     return descriptor
-
-
-def _inline(file: Path | str) -> bytes:
-    try:
-        return base64.b64decode(str(file).removeprefix(INLINE), validate=True)
-    except ValueError as error:
-        raise ConfigError(f"{INLINE} no base64 behind it ({error})") from None

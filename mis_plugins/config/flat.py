@@ -1,7 +1,5 @@
 """Miles's flat keys, as its `mis.yaml` documents them, and `use_mask` of its blog."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 Presets are grouped by what they do, by the package that they come from, and by where a newcomer starts.
 """
 
-from __future__ import annotations
-
 import argparse
 import os.path
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ parser knows is the host's own. The records lie in `hosts/records/`. Their first
 `lab/host_arguments.py` and a checkout, or single files of a host where no checkout can be had.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 Each dataclass checks itself when it is made: a bound that cannot hold or a setting without effect is a `ConfigError`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from dataclasses import dataclass, replace
@@ -514,7 +512,7 @@ class CorrectionConfig:
         """Whether there is a weight of tokens by pi_{v+1} / pi_v, or by pi_old / pi_v where `segment_wise` is off."""
         return self.weight is not None and self.weight.level == "token" and not self.bypass
 
-    def where_versions_are_known(self) -> CorrectionConfig:
+    def where_versions_are_known(self) -> "CorrectionConfig":
         """The config on a host that knows each token's version: segment-wise unless set otherwise."""
         if self.segment_wise is not None or not self.weighs_behavior:
             return self
@@ -524,7 +522,7 @@ class CorrectionConfig:
             raise error.spelled({}, "mis.") from None
 
     @cached_property
-    def without_step_hook(self) -> CorrectionConfig:
+    def without_step_hook(self) -> "CorrectionConfig":
         """The config with `metrics: full` in place of `watch`: no step hook logs what the TIS hook leaves out."""
         return replace(self, metrics="full") if self.metrics == "watch" else self
 

@@ -5,8 +5,6 @@ effect is a `ConfigError` that quotes the user's key. Flat keys mean what they m
 (`tis_level`, `rs_veto_threshold`, ...), and are refused only where they cannot work.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

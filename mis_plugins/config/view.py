@@ -4,8 +4,6 @@ A host may hand a Namespace, a frozen pydantic model, a dataclass, an object wit
 the first alone: it finds nothing in a model whose arguments are extra fields.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -74,11 +72,10 @@ class View(Mapping[str, Any]):
             return value
         raise MissingArgument(f"{name}: missing in the host's arguments ({type(self._given).__name__}); add it")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, *_: Any) -> None:
         raise AttributeError(f"{name}: the host's arguments are read, and never written")
 
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"{name}: the host's arguments are read, and never written")
+    __delattr__ = __setattr__
 
 
 LAST: list[View] = []  # the view of the arguments that a hook was handed last

@@ -1,7 +1,5 @@
 """A config as the YAML that `config/reading.py` reads back."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any

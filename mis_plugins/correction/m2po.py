@@ -3,8 +3,6 @@
 Zheng et al. 2025, "Prosperity before Collapse", arxiv.org/abs/2510.01161.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 DeepSeek-AI 2025, "DeepSeek-V3.2", arxiv.org/abs/2512.02556, section 3.1.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ class Departure:
     advantage: Float[Tensor, " N"]
 
     @classmethod
-    def of(cls, sums: Sequence[Float[Tensor, " N"]]) -> Departure:
+    def of(cls, sums: Sequence[Float[Tensor, " N"]]) -> "Departure":
         """From what the rows of `departure_rows` add up to."""
         valid, advantage, *pairs = sums
         divergence, mismatch, staleness = (

@@ -1,7 +1,5 @@
 """The correction of one micro-batch, read from top to bottom."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """What a config drops, weighs and reads, derived once into a plan that each micro-batch follows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +26,7 @@ class Reads:
     maxima: Mapping[str, str]
 
     @classmethod
-    def of(cls, names: Iterable[str]) -> Reads:
+    def of(cls, names: Iterable[str]) -> "Reads":
         """The rows behind the totals of these names; a statistic has a sum and both extremes."""
         asked, statistics = set(names), row_names()
         tables = (

@@ -1,7 +1,5 @@
 """The importance ratio between trainer and rollout engine, token by token and over whole sequences."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ A unit is a segment or a sequence. A statistic that is not known (a non-finite l
 rows of `config/terms/bounds.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cached_property
 

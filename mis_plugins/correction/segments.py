@@ -4,8 +4,6 @@ Weight and verdict of a segment become a weight and a mask on each of its tokens
 no segments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -32,7 +30,7 @@ class Segments:
     owner: Int[Tensor, " S"]
 
     @classmethod
-    def of(cls, sequences: Ragged) -> Segments:
+    def of(cls, sequences: Ragged) -> "Segments":
         whole = sequences.responses
         starts, mask = (sequences if whole is None else whole).cu_seqlens, (whole or sequences).loss_mask
         size = (mask.numel() + sequences.size) // 2 + 1  # runs of n tokens number at most (n + 1) / 2

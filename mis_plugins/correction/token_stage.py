@@ -1,7 +1,5 @@
 """What is known of one token before its sequence is known: ratio, weight, and whether rules over tokens keep it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce

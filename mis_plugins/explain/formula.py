@@ -10,8 +10,6 @@ s        the ratio of a sequence, where a surrogate makes one number of its toke
 s_t      what a surrogate clips: pi_theta(y_t) / pi_old(y_t); over mu(y_t) in bypass, over q_t mu(y_t) segment-wise
 """
 
-from __future__ import annotations
-
 from mis_plugins.config import model
 from mis_plugins.config.terms.surrogates import SURROGATES
 
@@ -79,20 +77,15 @@ def _segment_wise(segment_wise: model.SegmentWiseConfig) -> list[str]:
     return [f"q_t    = {first}", *(f"       = {other}" for other in others)]
 
 
-def _bounded(ratio: str, weight: model.WeightConfig) -> str:
-    within = _within(ratio, weight.floor or None, weight.ceiling)
-    return weight.record.formula.format(
-        ratio=ratio, lower=f"{weight.floor:g}", upper=f"{weight.ceiling:g}", within=within
-    )
-
-
 def _weight(config: model.CorrectionConfig, trainer: str) -> str:
     """The weight of a token, in the order in which it is made: its bound, rules that down-weigh, its mean."""
     weight = config.weight
     factors = [f"(1 where {_rule(rule, trainer)}, else {rule.down_weigh:g})" for rule in config.down_weighing]
     if weight is None:
         return " * ".join(factors) or "1"
-    bounded = _bounded("q_t" if config.segment_wise_on else RATIO[weight.level], weight)
+    ratio, lower, upper = "q_t" if config.segment_wise_on else RATIO[weight.level], weight.floor, weight.ceiling
+    within = _within(ratio, lower or None, upper)
+    bounded = weight.record.formula.format(ratio=ratio, lower=f"{lower:g}", upper=f"{upper:g}", within=within)
     over_mean = f" / {mean_of(weight)}" if weight.normalize else ""
     if (factors or over_mean) and not weight.record.weighs_outside:
         bounded = f"({bounded})"

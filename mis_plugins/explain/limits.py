@@ -3,8 +3,6 @@
 Tests hold README.md, docs/choose.md and docs/metrics.md to it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 `lab/mismatch.py` measures the rungs and writes `rungs.json`, which a wheel carries. Nothing here needs torch.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

@@ -7,8 +7,6 @@ Three layers of a mixture of experts route the last token of A otherwise than th
 last token of B.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

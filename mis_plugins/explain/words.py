@@ -1,7 +1,5 @@
 """A config in words: what it will do, which flags it needs, what to beware of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from mis_plugins.config import model
@@ -103,6 +101,11 @@ EXPERTS = {
     "trainer": "routers use the experts that their own gates pick, and the engine's are compared",
 }
 ON_FAULT = {"warn": "is logged", "raise": "stops the job"}
+ROUTING = "routing: {}; a replay that did not happen {}"
+CENTER = (
+    "center: the mean of the weighted score under mu is subtracted, so that a constant reward moves nothing; from the "
+    "engine's {} likeliest tokens at each position, and a model of all others"
+)
 LONG, DRIFT = 2000, 1.001
 HIGHEST_CAP = 100
 EFFECT: dict[Outside, str] = {"weighed": "changes", "zeroed": "weighs with 0", "dropped": "drops"}
@@ -123,9 +126,9 @@ def describe(config: model.CorrectionConfig, host: Host | None = None, file: str
         *([M2PO.format(config.m2_threshold)] if config.m2_threshold is not None else []),
         *(_rule(rule, trainer) for rule in config.reject),
         *([_opsm(config.opsm)] if config.opsm else []),
-        *([_routing(config.routing)] if config.routing else []),
+        *([ROUTING.format(EXPERTS[watch.experts], ON_FAULT[watch.on_fault])] if (watch := config.routing) else []),
         *([_objective(config.objective, config.clips_against_next)] if config.objective else []),
-        *([_center(config.center)] if config.center else []),
+        *([CENTER.format(config.center.top_k)] if config.center else []),
         *([KEPT_AGGREGATE] if config.aggregate == "kept" else []),
         *(_consequences(config) if config.can_end_empty or config.opsm else []),
         *([BASELINE[config.group_baseline]] if config.group_baseline else []),
@@ -285,17 +288,6 @@ def _opsm(opsm: model.OpsmConfig) -> str:
     whose = "" if opsm.advantage == "token" else " and a negative mean advantage"
     behind = "mu (pi_old where the rollout engine gave none)" if opsm.reference == "behavior" else "pi_old"
     return f"opsm: drops {unit} in sequences with mean(log {behind} - log pi_theta) above {opsm.delta:g}{whose}"
-
-
-def _routing(routing: model.RoutingConfig) -> str:
-    return f"routing: {EXPERTS[routing.experts]}; a replay that did not happen {ON_FAULT[routing.on_fault]}"
-
-
-def _center(center: model.CenterConfig) -> str:
-    return (
-        f"center: the mean of the weighted score under mu is subtracted, so that a constant reward moves nothing; from "
-        f"the engine's {center.top_k} likeliest tokens at each position, and a model of all others"
-    )
 
 
 def _objective(objective: model.ObjectiveConfig, next_version: bool) -> str:

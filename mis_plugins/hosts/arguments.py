@@ -5,8 +5,6 @@ file are printed from the hosts' own parsers by `lab/host_arguments.py`; their f
 `newer.txt` holds single arguments of newer files, whose parsers cannot be run.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Collection, Iterator, Mapping

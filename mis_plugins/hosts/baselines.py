@@ -6,8 +6,6 @@ and so the advantages of its siblings: beside a rejected reward of 100, a correc
 `rloo` takes the mean of all others that train: Ahmadian et al. 2024, "Back to Basics", arxiv.org/abs/2402.14740.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """One micro-batch as a host hands it over: lists of tensors, refused where they do not fit together."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +41,7 @@ class HostBatch:
     if_cut: str = ""
 
     @classmethod
-    def of_rollout(cls, args: Any, data: Mapping[str, Any], parallel: tuple[Ranks, tuple[int, int]]) -> HostBatch:
+    def of_rollout(cls, args: Any, data: Mapping[str, Any], parallel: tuple[Ranks, tuple[int, int]]) -> "HostBatch":
         """The rollout batch of a host, by its own keys."""
         layout = layout_of(args, data, parallel[1])
         sides = data["log_probs"], data.get("rollout_log_probs")

@@ -3,8 +3,6 @@
 The source is read by its syntax alone: nothing of it is imported or run.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +36,7 @@ class Module:
     body: Sequence[ast.stmt]
 
     @classmethod
-    def of(cls, source: bytes, path: str, name: str) -> Module:
+    def of(cls, source: bytes, path: str, name: str) -> "Module":
         try:
             return cls(path, name, ast.parse(source).body)
         except (SyntaxError, ValueError, RecursionError):

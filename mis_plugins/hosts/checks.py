@@ -3,8 +3,6 @@
 `config check` asks for keys of a file, which leave most arguments unknown. A hook asks at its call, with all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The tokens that the engine named beside each sampled one, from a host's micro-batch to `loss/centering.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any

@@ -1,7 +1,5 @@
 """The record of a host: each file of `adapters/` makes one, and `registry.py` finds them there."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checks before a job, and of the watch over routers: what a host can do, and what spoils a replay of routes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from mis_plugins.config.view import view

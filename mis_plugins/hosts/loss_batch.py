@@ -1,7 +1,5 @@
 """A host's micro-batch, read for the policy loss: scored with the host's own helper, flat, and checked."""
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Sequence
 from typing import Any

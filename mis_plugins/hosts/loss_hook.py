@@ -3,8 +3,6 @@
 What the host's flags say of the policy loss completes the config: objective, OPSM, clipping, entropy and KL.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Process groups: Megatron's own, for every host that hands a hook no groups, and the groups that Miles hands over."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -60,7 +58,7 @@ def holds_log_probs() -> bool:
     return mpu is None or mpu.is_pipeline_last_stage(ignore_virtual=True)
 
 
-def pipeline() -> tuple[ProcessGroup | None, int]:
+def pipeline() -> "tuple[ProcessGroup | None, int]":
     """The pipeline-parallel group, None where there is one stage, and the stage of this rank."""
     mpu = _mpu()
     if mpu is None:
@@ -81,7 +79,7 @@ def arguments() -> Any:
     return getattr(global_vars, "_GLOBAL_ARGS", None)
 
 
-def rescore(needs: Needs, args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
+def rescore(needs: "Needs", args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
     """A second log-prob pass of the trainer of a host with these needs, for `Host.rescore`."""
     from mis_plugins.hosts.resplit import rescored
 

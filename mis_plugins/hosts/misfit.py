@@ -1,7 +1,5 @@
 """What an error says of a micro-batch whose lists are missing or do not fit together; loaded where one does not."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The record of a need: something of a host that a hook of ours calls, replaces, or reads in a frame."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys
@@ -44,7 +42,7 @@ class Address(NamedTuple):
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, text: str) -> Address:
+    def of(cls, text: str) -> "Address":
         module, _, names = text.partition(":")
         return cls(module, tuple(names.split(".")))
 

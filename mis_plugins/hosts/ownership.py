@@ -4,8 +4,6 @@ A newer Miles reads the attribute `config_class` of each function of its argumen
 parser nor such a class has. Its commits are named in `hosts/records/newer.txt`.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Mapping

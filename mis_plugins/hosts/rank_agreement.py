@@ -4,8 +4,6 @@ Ranks with different config files would silently mix two corrections in one sequ
 that recorded different things would wait for each other for ever.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The policy loss averaged over the tokens that are kept, where the masks come from elsewhere than our TIS hook."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 

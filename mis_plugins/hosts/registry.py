@@ -1,7 +1,5 @@
 """The hosts: files of `adapters/`, entry points of other packages, and the one that runs this process."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Container
 from functools import cache

@@ -4,8 +4,6 @@ A trainer whose kernels depend on the batch gives a token another log-prob in an
 causes this part of the mismatch, and no update of weights removes it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import islice

@@ -1,7 +1,5 @@
 """The rollout-data hooks of `mis.py`: the mean weight of a rollout, and which share of its steps trains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

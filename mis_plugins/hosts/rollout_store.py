@@ -3,8 +3,6 @@
 Nothing is left on the host's arguments, which may be frozen, and made anew for each call.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

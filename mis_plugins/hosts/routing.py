@@ -3,8 +3,6 @@
 The recorded routes that it compares with are queues of the host's beside each router, or Megatron-core's one target.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Take samples whose rollout log-probs do not fit their response out of the loss, before training."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections import Counter

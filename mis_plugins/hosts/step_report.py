@@ -17,8 +17,6 @@ Without the hook nothing is reduced and nothing waits: each rank warns of its ow
 micro-batch late, as soon as their copy has arrived.
 """
 
-from __future__ import annotations
-
 import atexit
 import sys
 import weakref
@@ -70,7 +68,7 @@ class Recorded:
     partials: Partials
     ages: Partials | None = None
 
-    def merge(self, other: Recorded) -> Recorded:
+    def merge(self, other: "Recorded") -> "Recorded":
         """Merge the records of two sets of micro-batches."""
         ages = self.ages
         if ages is not None and other.ages is not None:
@@ -82,14 +80,14 @@ class Recorded:
         """Whether no other rank has anything to add."""
         return self.ranks.cp is None and self.ranks.dp is None
 
-    def over_ranks(self) -> Recorded:
+    def over_ranks(self) -> "Recorded":
         """Merge the records of all ranks; raises RANK_LOST where a rank died."""
         groups = [group for group in (self.ranks.cp, self.ranks.dp) if group is not None]
         added = self.each(lambda sums: sums.over_ranks(groups))
         raise_if_aborted(groups)
         return added
 
-    def each(self, make: Callable[[Partials], Partials]) -> Recorded:
+    def each(self, make: Callable[[Partials], Partials]) -> "Recorded":
         return replace(self, partials=make(self.partials), ages=None if self.ages is None else make(self.ages))
 
     @property
@@ -140,7 +138,7 @@ class Copy:
     arrival: Arrival
 
     @classmethod
-    def begin(cls, recorded: Recorded) -> Copy:
+    def begin(cls, recorded: Recorded) -> "Copy":
         copies = recorded.each(lambda sums: sums.map(to_host))
         return cls(copies, Arrival.of_copies_from(recorded.partials.added["sums"]))
 

@@ -1,7 +1,5 @@
 """A host's log: its tracker, which is told metrics once an optimizer step, and its averages of what hooks return."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A generate function that hands a conversation on as text has it tokenized again,
 log-probs of a turn are those of other tokens, or of other tokens before it (verl#6719, ms-swift#10012).
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Sized
 from contextvars import ContextVar
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ argument is false by default, so that its value does not tell what the user want
 in the config file that the host has read. A run does not get its correction where the host calls no hook of ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -25,8 +25,6 @@ Marek and Ryabinin 2026, "Score Centering Stabilizes Off-policy Reinforcement Le
 equations 9, 12 and 14, and appendix A.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
@@ -79,7 +77,7 @@ class Candidates:
     ids: Int[Tensor, "S K"]
     behavior: Float[Tensor, "S K"]
 
-    def __getitem__(self, some: slice) -> Candidates:
+    def __getitem__(self, some: slice) -> "Candidates":
         return Candidates(*(getattr(self, field.name)[some] for field in fields(self)))
 
 

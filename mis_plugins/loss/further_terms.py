@@ -8,8 +8,6 @@
   "VESPO: Variational Sequence-Level Soft Policy Optimization", arxiv.org/abs/2602.10693.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """The policy loss of one micro-batch from top to bottom: correction, OPSM, surrogate, entropy, KL, reported metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -6,8 +6,6 @@ multiplies the surrogate by a constant `factor`. Hilton et al. 2021, "Batch size
 arxiv.org/abs/2110.00641.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -3,8 +3,6 @@
 Li et al. 2026, "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL", arxiv.org/abs/2602.07078.
 """
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Alarms: warnings about an optimizer step, each a function of the config and of the step's sums."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 from mis_plugins.config.model import CorrectionConfig

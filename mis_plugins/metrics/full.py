@@ -4,8 +4,6 @@ Perplexities, the weight before and after its bound, and what each rule drops: t
 for them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -7,8 +7,6 @@ over sequences over sequences with a usable token. log r is clamped at +-20 insi
 such as a mean of nothing, is NaN and is not reported.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import reduce

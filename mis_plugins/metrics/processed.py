@@ -1,7 +1,5 @@
 """Messages about log-probs that were processed on one side only; loaded where `slope.py` finds them suspect."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from mis_plugins.metrics import slope

@@ -4,8 +4,6 @@ A record says once what the numbers are and what is taken of them. The totals th
 extremes, sketches), the names of the metrics and their values at the end of the step follow from the record.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -90,15 +88,15 @@ class Reduction:
     take: Callable[[Step, str, str], float]
     at: str = ""
 
-    def within(self, place: str) -> Reduction:
+    def within(self, place: str) -> "Reduction":
         """The reduction over one part of the members."""
         return replace(self, at=place)
 
-    def over(self, count: str) -> Reduction:
+    def over(self, count: str) -> "Reduction":
         """The reduction with another count than the quantity's own."""
         return replace(self, take=lambda s, x, _: self.take(s, x, count))
 
-    def then(self, scale: Callable[[float], float]) -> Reduction:
+    def then(self, scale: Callable[[float], float]) -> "Reduction":
         """A function of what the reduction takes."""
         return replace(self, take=lambda s, x, n: scale(self.take(s, x, n)))
 

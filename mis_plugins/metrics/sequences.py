@@ -1,7 +1,5 @@
 """The quantities of sequences and segments, equal on all context-parallel ranks. One rank counts them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import partial

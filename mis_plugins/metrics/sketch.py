@@ -8,8 +8,6 @@ as its logarithm, whose exp is off by a factor of at most exp(RELATIVE_ERROR |lo
 Masson, Rim and Lee 2019, "DDSketch: A Fast and Fully-Mergeable Quantile Sketch with Relative-Error Guarantees".
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

@@ -24,8 +24,6 @@ Selection of samples after sampling (by their reward, say) breaks this; it has t
 `lab/pages/slope.md` has both for simulated errors (`python tests/support/slope_simulation.py` prints them).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

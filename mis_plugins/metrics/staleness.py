@@ -3,8 +3,6 @@
 A ratio here is unbounded, with its logarithm clamped at +-20; a weight is what multiplied the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -8,8 +8,6 @@ A name that Miles's `mis.py` has means what it means there. A host divides by fu
 metrics of these names. All other metrics are scaled back, by what is known within a micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from typing import Literal, NamedTuple

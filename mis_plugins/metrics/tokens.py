@@ -1,7 +1,5 @@
 """The quantities of tokens: what is measured of each token of a step, in float64, local to a rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -63,11 +61,11 @@ class Tokens:
         pg_loss: Float[Tensor, " T"] | None = None,
         ages: Int[Tensor, " T"] | None = None,
         turns: Int[Tensor, " T"] | None = None,
-    ) -> Tokens:
+    ) -> "Tokens":
         masks = c.on_policy, c.nonfinite_advantages
         return cls(c.config, c.stage, c.weights, c.keep, c.mean_weight, *masks, pg_loss, ages, turns)
 
-    def parts(self) -> Iterator[Tokens]:
+    def parts(self) -> "Iterator[Tokens]":
         """The tokens in one part, or in several that fit a CPU's cache."""
         count = self.keep.numel()
         if not self.keep.is_cpu or count <= LONG_ON_CPU:

@@ -4,8 +4,6 @@ The split of a step into micro-batches, data-parallel and context-parallel ranks
 into: sums agree to float64 rounding, maxima and histograms exactly.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,7 +44,7 @@ class Partials:
     largest: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def beside(cls, parts: Iterable[Partials]) -> Partials:
+    def beside(cls, parts: "Iterable[Partials]") -> "Partials":
         """The totals of several populations of one micro-batch together."""
         every = list(parts)
         joined = {kind: sum(names, ()) for kind, names in _by_key(part.names for part in every)}
@@ -58,7 +56,7 @@ class Partials:
         )
         return cls(joined, records, counts, added, largest)
 
-    def merge(self, other: Partials) -> Partials:
+    def merge(self, other: "Partials") -> "Partials":
         """Add the sums and histograms of two, and take the larger of their maxima."""
         assert self.names == other.names
         return replace(
@@ -68,7 +66,7 @@ class Partials:
             largest={name: torch.maximum(x, other.largest[name]) for name, x in self.largest.items()},
         )
 
-    def over_ranks(self, groups: Iterable[dist.ProcessGroup]) -> Partials:
+    def over_ranks(self, groups: Iterable[dist.ProcessGroup]) -> "Partials":
         """Merge over all ranks: one sum and one maximum over each group. A float64 holds counts exactly."""
         every, sums = list(groups), self.added["sums"].double()
         counted = torch.cat([sums, sums.new_tensor([*self.counts.values()])])
@@ -80,13 +78,13 @@ class Partials:
             largest=_over_ranks(self.largest, every, dist.ReduceOp.MAX),
         )
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Partials:
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Partials":
         """Apply a function to every tensor, such as a copy to the host."""
         held = self.added, self.largest
         added, largest = ({name: function(x) for name, x in tensors.items()} for tensors in held)
         return replace(self, added=added, largest=largest)
 
-    def uncounted(self) -> Partials:
+    def uncounted(self) -> "Partials":
         """Totals with 0 for all that adds: of the ranks that hold one batch of sequences, one rank counts it."""
         added = {name: torch.zeros_like(x) for name, x in self.added.items()}
         return replace(self, counts=dict.fromkeys(self.counts, 0.0), added=added)

@@ -3,8 +3,6 @@
 With Miles's torchft the other ranks live on and repeat the step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +61,7 @@ class Arrival:
     event: torch.cuda.Event | None
 
     @classmethod
-    def of_copies_from(cls, x: Tensor) -> Arrival:
+    def of_copies_from(cls, x: Tensor) -> "Arrival":
         """Arrival of every copy begun so far on the stream that computes `x`."""
         if not x.is_cuda:
             return cls(None)

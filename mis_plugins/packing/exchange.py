@@ -4,8 +4,6 @@ A host with `--allgather-cp` cuts its stream of packed sequences, and with it th
 loss holds the tokens zigzag all the same (`layout.py`). An exchange takes numbers from one layout to the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -60,7 +58,7 @@ class Exchange:
     group: dist.ProcessGroup
 
     @classmethod
-    def between(cls, held: Layout, scored: Layout, group: dist.ProcessGroup, device: torch.device) -> Exchange:
+    def between(cls, held: Layout, scored: Layout, group: dist.ProcessGroup, device: torch.device) -> "Exchange":
         """The exchange of two layouts of the same responses."""
         lengths = list(held.response_lengths)
         places = torch.arange(sum(lengths), device=device).split(lengths)

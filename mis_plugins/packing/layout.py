@@ -5,8 +5,6 @@ causal attention costs every rank the same. The log-prob of token t is read at p
 positions [prompt - 1, total - 1), and a rank may own none of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,8 +5,6 @@ sequences, `K` stacked statistics. A tensor `[T]` is local to a rank; a tensor `
 ranks. No code can add a token twice: only `totals` turns `[T]` into `[N]`, and only `over_batch` reduces `[N]`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,8 +5,6 @@ is a table of keys that the ranks share, in which a rank can ask who has spoken.
 has said that it failed, and ranks that say nothing within the time-out are named.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Collection

@@ -4,8 +4,6 @@
 alone: an expression of a normalizer or a decoder can be made to run for hours.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,11 +54,7 @@ def _json(file: Path) -> Any:
 
 
 def _config(arguments: Mapping[str, Any]) -> CorrectionConfig:
-    """The config that arguments of a stranger's run say.
-
-    Raises:
-        ConfigError: the arguments cannot work, or name more rules than `MOST_RULES`.
-    """
+    """The config that arguments of a stranger's run say."""
     config = reading.from_args(Namespace(**arguments))
     if len(config.reject) > MOST_RULES:
         raise ConfigError(f"has {len(config.reject)} rules, more than {MOST_RULES}")
@@ -108,11 +102,7 @@ def _text(tokenizer: Any, token: int) -> str:
 
 
 def _load(file: Path) -> Any:
-    """The tokenizer of a file, which decodes and does nothing else.
-
-    Raises:
-        RecordError: `tokenizers` is not installed, or the file is no tokenizer that is read.
-    """
+    """The tokenizer of a file, which decodes and does nothing else."""
     tokenizers = library("tokenizers", file, "tokens have no text without tokenizers")
     held = _json(file)
     if not isinstance(held, dict) or not isinstance(held.get("model"), dict):

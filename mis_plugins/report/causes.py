@@ -5,8 +5,6 @@ scored on one measure, the share of the mismatch that the cause accounts for, so
 `lab/report_causes.py` measures how often the first one is right.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,7 +81,7 @@ class Facts:
         return torch.cat(self.evidence.rows, 1)
 
     @cached_property
-    def line(self) -> Line | None:
+    def line(self) -> "Line | None":
         """How one list follows the other, where tokens are enough to tell anything by."""
         relation = _relation(self.evidence.folds.sum(1))
         return None if relation is None or self.sums["usable"] < FEW else Line(self, relation)
@@ -136,7 +134,7 @@ class Facts:
         return all(self.spread[name] >= least for name, least in EVEN.items()) and all(map(_is_level, places))
 
     @cached_property
-    def away(self) -> Facts:
+    def away(self) -> "Facts":
         """Facts of the tokens that no cause of one place, or of some sequences, touches."""
         return self._within(~self.evidence.lists.broken(self.kl))
 
@@ -146,11 +144,11 @@ class Facts:
         return self.rows[2] * self.rows[1].sum() > self.mass * self.rows[1]
 
     @cached_property
-    def part(self) -> Facts | None:
+    def part(self) -> "Facts | None":
         """Facts of the `heavy` responses, where these differ from the others more than an engine makes them."""
         return self._within(self.heavy) if self.spread["responses"] < ALIKE else None
 
-    def _within(self, kept: Bool[Tensor, " N"]) -> Facts:
+    def _within(self, kept: Bool[Tensor, " N"]) -> "Facts":
         """Facts of the inner tokens of some responses."""
         folds = self.evidence.within(kept)
         evidence = replace(self.evidence, folds=folds)

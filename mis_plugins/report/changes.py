@@ -1,7 +1,5 @@
 """Since when: the steps at which a curve changes its level for good, and the smallest change that would have shown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

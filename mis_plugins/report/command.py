@@ -4,8 +4,6 @@ Exit codes: 0 the mismatch was measured; 2 nothing was read that measures it, an
 an alarm; 130 interrupted, and what was read before is written.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Sums over tokens, sequences and token ids for the detectors of causes, kept in one pass."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -13,7 +11,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config.terms.divergence import k3
-from mis_plugins.correction.pipeline import Correction
 from mis_plugins.metrics import slope
 from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.packing.ragged import Ragged
@@ -41,7 +38,7 @@ class Moments:
     total: float = 0.0
     squares: float = 0.0
 
-    def plus(self, x: Float[Tensor, " N"]) -> Moments:
+    def plus(self, x: Float[Tensor, " N"]) -> "Moments":
         """Moments with the finite numbers of `x` added."""
         x = x[x.isfinite()].double()
         return Moments(self.count + x.numel(), self.total + float(x.sum()), self.squares + float(x.square().sum()))
@@ -60,7 +57,7 @@ class Moments:
         return math.sqrt(self.variance / (self.count - 1)) if self.count > 1 else math.nan
 
     @classmethod
-    def sum(cls, parts: Iterable[Moments]) -> Moments:
+    def sum(cls, parts: "Iterable[Moments]") -> "Moments":
         parts = list(parts)
         return cls(*(sum(getattr(part, name) for part in parts) for name in ("count", "total", "squares")))
 
@@ -105,7 +102,7 @@ class Evidence:
     repeated: int = 0
     by_id: Float[Tensor, "6 V"] | None = None
 
-    def add(self, batch: Batch, correction: Correction, tokens: Tokens) -> None:
+    def add(self, batch: Batch, tokens: Tokens) -> None:
         ended = torch.tensor([record.truncated is not True for record in batch.records])
         numbers = of_sequences(batch.ragged, tokens, ended)
         for name, values in numbers.items():

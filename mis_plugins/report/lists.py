@@ -1,7 +1,5 @@
 """Whether two lists of log-probs belong to the same tokens: their correlation, and the shift that would restore it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 
@@ -98,7 +96,7 @@ class Lists:
                 broken |= part & (correlation(rest) < floor(rest, kl).clamp(max=BROKEN))
         return broken
 
-    def verdict(self, kl: float) -> Pairing | None:
+    def verdict(self, kl: float) -> "Pairing | None":
         """What the correlations say at this KL; None where both lists belong to one list of tokens."""
         sums, broken = torch.cat(self.within, 2), self.broken(kl)
         if not broken.any():

@@ -1,7 +1,5 @@
 """report.html: one file without network and without script, for phone and desktop, light and dark, screen and paper."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice

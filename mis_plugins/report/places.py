@@ -1,7 +1,5 @@
 """Where the mismatch lies: by position, length, probability, turn, advantage, age and route, and where it is worst."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -3,8 +3,6 @@
 matplotlib draws with stand-in colours, which become CSS variables, so that one picture serves light and dark.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Which config to propose, and why: candidates that lose too much or lean to one side are out, the rest are ranked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

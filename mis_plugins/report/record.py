@@ -3,8 +3,6 @@
 Where a file lacks a key of the record, `lacking` names the nearest spelling among its keys.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -68,7 +66,7 @@ class Record:
     def size(self) -> int:
         return self.loss_mask.numel()
 
-    def copied(self) -> Record:
+    def copied(self) -> "Record":
         """A copy in memory of its own: a column of a dump is a view that keeps the whole file mapped."""
         tensors = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors)

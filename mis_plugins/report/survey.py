@@ -4,8 +4,6 @@ The step metrics are those of the training path: `correct` makes weights and mas
 `finalize` the numbers. A dump of one optimizer step therefore gives the numbers that `metrics: all` logged for it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -99,7 +97,7 @@ class Survey:
     together: dict[str, None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, own: CorrectionConfig, candidates: Sequence[Candidate]) -> Survey:
+    def of(cls, own: CorrectionConfig, candidates: Sequence[Candidate]) -> "Survey":
         asked = replace(own, metrics="all", segment_wise=None, opsm=None, objective=None)
         return cls(asked, StepNumbers(asked), tuple(map(Outcome, candidates)))
 
@@ -108,8 +106,7 @@ class Survey:
         correction = correct(batch.proximal, batch.behavior, batch.ragged, with_own_mean(self.own))
         tokens = Tokens.of(correction)
         self.numbers.add(batch, correction)
-        self.evidence.add(batch, correction, tokens)
-        for collector in (self.tables, self.worst):
+        for collector in (self.evidence, self.tables, self.worst):
             collector.add(batch, tokens)
         if self.outcomes:
             shared = Shared.of(batch, correction.stage.ratio)

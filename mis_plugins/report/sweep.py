@@ -1,7 +1,5 @@
 """What other configs would have done to these tokens: kept shares, weights, bias by length and sign, direction."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -86,7 +84,7 @@ class Shared:
     wanted: Mapping[str, Float[Tensor, " T"]]
 
     @classmethod
-    def of(cls, batch: Batch, ratio: Float[Tensor, " T"]) -> Shared:
+    def of(cls, batch: Batch, ratio: Float[Tensor, " T"]) -> "Shared":
         mask, place = batch.ragged.loss_mask, PLACES["advantage"]
         sign = place.bucket(batch)
         (valid,) = batch.ragged.sums(mask)
@@ -195,11 +193,7 @@ def candidates(asked: str, own: Candidate | None) -> list[Candidate]:
 
 
 def load(target: str) -> CorrectionConfig:
-    """The config of a preset or of a file.
-
-    Raises:
-        ConfigError: it cannot work, or reads what no dump holds.
-    """
+    """The config of a preset or a file; raises ConfigError where it cannot work, or reads what no dump holds."""
     config = load_file(file_of(target))
     if beyond := _beyond_dumps(config):
         raise ConfigError(f"{target}: {beyond}")

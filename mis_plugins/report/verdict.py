@@ -1,7 +1,5 @@
 """The verdict in words: what matters first, each sentence with the number under it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """report.json: every number and text of a report, by the names of docs/metrics.md, with `kl_k3` first."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The choice of a router: which experts its gates pick by themselves, and how far a recorded choice is from that."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import comb
 from typing import Any

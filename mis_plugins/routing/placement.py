@@ -1,7 +1,5 @@
 """The sequence and position of each row that a router sees, and whether the loss reads the row."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

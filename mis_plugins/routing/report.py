@@ -1,7 +1,5 @@
 """Metrics and faults from what the watch saw, reduced over all ranks and read once, at the step hook."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@
 words. A `Fault` is what a hook saw without sums.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -43,7 +41,7 @@ class Passed:
     samples: Float[Tensor, "L K S"]
 
     @classmethod
-    def begin(cls, placed: Placement, layers: int) -> Passed:
+    def begin(cls, placed: Placement, layers: int) -> "Passed":
         """No layer has routed the micro-batch yet."""
         rows, device = placed.here(placed.position).numel(), placed.position.device
         samples = torch.zeros(layers, len(KINDS), placed.sequences, dtype=torch.float64, device=device)

@@ -4,8 +4,6 @@ Routers are wrapped where they run. Nothing in a forward waits for the device or
 device until the step hook reduces them (`routing/report.py`).
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -130,12 +128,12 @@ class Sums:
     faults: dict[tuple[Kind, int], Fault] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, layers: int, device: torch.device | None = None) -> Sums:
+    def empty(cls, layers: int, device: torch.device | None = None) -> "Sums":
         shapes = (layers, len(KINDS), BUCKETS), (len(CLASSES), len(SPLIT))
         table, split = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes)
         return cls(table, split)
 
-    def cleared(self) -> Sums:
+    def cleared(self) -> "Sums":
         """Sums of as many layers, on the device, in which nothing was counted."""
         return Sums.empty(self.table.shape[0], self.table.device)
 

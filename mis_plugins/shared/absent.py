@@ -10,8 +10,6 @@ A log-prob of 0 is ordinary: the token was certain, or alone in the set it was s
 no number tells apart by itself: the report compares a run of zeros with what the trainer finds of those tokens.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ lists differ is refused: it would show another reader another content. `torch.lo
 archive of TorchScript as a program.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 import sys

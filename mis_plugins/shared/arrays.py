@@ -1,7 +1,5 @@
 """Tensors in safetensors and npz files, read from one opened file, without pickled objects."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

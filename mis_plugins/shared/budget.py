@@ -3,8 +3,6 @@
 A budget grows with the bytes of the file: a large honest file is read, and a few bytes cannot ask for gigabytes.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

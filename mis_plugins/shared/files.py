@@ -4,8 +4,6 @@ New files lie in a folder `.partial-*` beside the old ones until they are whole.
 The next process that writes there removes the folders of processes that were killed.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import functools

@@ -4,8 +4,6 @@ Numbers, texts, lists and dicts are read, and a tensor becomes a `Stored`. Every
 an `Opaque`, which takes whatever the file gives it and does nothing.
 """
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable, Mapping
@@ -54,14 +52,10 @@ class Opaque:
         """An object of the class."""
         return Opaque(self.name, arguments)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Take an entry of a foreign dict, and forget it."""
+    def append(self, *_: Any) -> None:
+        """Take entries of a foreign list or dict, and forget them."""
 
-    def append(self, _: Any) -> None:
-        """Take an entry of a foreign list, and forget it."""
-
-    def extend(self, _: Any) -> None:
-        """Take entries of a foreign list, and forget them."""
+    extend = __setitem__ = append
 
 
 def _rebuild(

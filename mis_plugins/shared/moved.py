@@ -1,7 +1,5 @@
 """Modules of earlier releases: an import is refused with what took its place, for one release (`moved.yaml`)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Numbers as a command line spells them: types for argparse, which refuse what no tensor and no loop can use."""
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError
 
 from mis_plugins.errors import LARGEST, shown

@@ -4,8 +4,6 @@ A mapped file that another process cuts short ends a reader by a signal (SIGBUS)
 comes back short is an error that names the file.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import mmap

@@ -1,7 +1,5 @@
 """What a certificate or a record was made with: the versions, the commit, the machine."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import subprocess

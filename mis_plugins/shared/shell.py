@@ -10,8 +10,6 @@ may come.
         run_command("demo:main", extra="verify")
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

@@ -3,8 +3,6 @@
 Names and texts of strangers' files are shown on a page by the same escapes.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import sys

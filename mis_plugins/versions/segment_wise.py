@@ -13,8 +13,6 @@ et al. 2025, "AReaL", arxiv.org/abs/2505.24298, section 5.2; segment-wise weight
 A token's age is V - v: 0 for a token that the trainer's own version wrote.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

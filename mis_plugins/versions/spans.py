@@ -9,8 +9,6 @@ finished. Tokens of V are scored one update later. A token that is trained on at
 trainer's own log-prob is log pi_{v+1}.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The CPU contract: what trainer and engine must share for their log-probs to agree bit by bit, as data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, get_args
@@ -33,7 +31,7 @@ class Shapes:
     chosen: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
-    def of(cls, model: Any, ranks: int = 1) -> Shapes:
+    def of(cls, model: Any, ranks: int = 1) -> "Shapes":
         """Return the shapes of one tensor-parallel rank with fused weights: qkv, o, gate and up, down, and LM head.
 
         In a mixture of experts, gate, up and down belong to one expert. After the LM head follow the router,

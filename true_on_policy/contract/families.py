@@ -1,7 +1,5 @@
 """One record for each family of models, which is read without torch from `families.yaml`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

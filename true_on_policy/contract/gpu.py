@@ -5,8 +5,6 @@ The GPU contract names kernels of other libraries, and no host has run it on a G
 words and values. An operation is a row of the contract: what both sides share, and who provides each side's kernel.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What `--model` and `--hf-checkpoint` name: pretrained models, and the family and sizes that a config.json states."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

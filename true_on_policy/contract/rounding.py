@@ -12,8 +12,6 @@ SGLang on a CPU, Hugging Face and Megatron-core 0.16.1 rotate in the model's dty
 of Megatron-core rotates in float32, so `rotated` replaces Megatron's function.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -13,8 +13,6 @@ kernel was run too, by Triton's interpreter, with 1 to 38 leaves a rank:
 * FSDP: one product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import reduce
 

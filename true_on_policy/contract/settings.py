@@ -3,8 +3,6 @@
 A host's arguments, a server's answer and the checks of the doctor are read by these records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path

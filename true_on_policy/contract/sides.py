@@ -5,8 +5,6 @@ trainer is a file in trainers/ and its record in TRAINERS. The choices of the co
 rounding, certificates and checks follow from the records.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from pkgutil import iter_modules
 

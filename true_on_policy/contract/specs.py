@@ -3,8 +3,6 @@
 A record is read without torch, before any engine or trainer is imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pkgutil import resolve_name

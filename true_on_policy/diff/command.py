@@ -11,8 +11,6 @@ Exit codes: 0 all equal; 1 a tensor or a text differs; 2 nothing differs, but a 
 missing, unreadable, of another dtype or shape, or a token has no log-prob.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

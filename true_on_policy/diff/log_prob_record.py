@@ -12,8 +12,6 @@ A log-prob that an engine did not give stays NaN, and a record that holds NaN, o
 (mis_plugins/shared/absent.py), cannot be compared. `log_prob_records` makes records of a host's dump.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -78,7 +76,7 @@ class LogProbRecord:
         versions: Sequence[Sequence[int]] | int = 0,
         metadata: Mapping[str, str] | None = None,
         dtype: torch.dtype = torch.float32,
-    ) -> LogProbRecord:
+    ) -> "LogProbRecord":
         """Build a record from the lists of an engine's answer, with one list for each sequence.
 
         Args:
@@ -115,7 +113,7 @@ class LogProbRecord:
         save_safetensors(Path(path), self.tensors, header)
 
     @classmethod
-    def load(cls, path: Path) -> LogProbRecord:
+    def load(cls, path: Path) -> "LogProbRecord":
         """Read a record that `save` wrote.
 
         Raises:

@@ -8,8 +8,6 @@ Then `python -m true_on_policy diff A B` finds the first operation whose bytes d
 A recording is a folder that `record` wrote, or the engine's own dump.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +33,7 @@ LAYER = re.compile(r"(?:.+\.)?layers\.(\d+)")
 @contextmanager
 def record(
     model: nn.Module, folder: Path | str, select: Callable[[Tensor], Tensor] | None = None
-) -> Iterator[Recorder]:
+) -> "Iterator[Recorder]":
     """Record each call of each module of `model` into `folder` while the block runs.
 
     Each tensor is copied to the CPU and written to its own file at once, which is too slow for training. The

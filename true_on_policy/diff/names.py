@@ -4,8 +4,6 @@ A name is the path of a module and its input or output: `model.layers.2.self_att
 the number of a layer, `(.0)` may be missing, and `[q]` at the end takes the part q of a fused tensor.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -60,7 +58,7 @@ class Heads:
     size: int
 
     @classmethod
-    def of(cls, checkpoint: Path) -> Heads:
+    def of(cls, checkpoint: Path) -> "Heads":
         """Read the heads from the config.json of a Hugging Face checkpoint, given the file or its folder."""
         file = checkpoint / "config.json" if checkpoint.is_dir() else checkpoint
         try:

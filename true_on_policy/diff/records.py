@@ -14,8 +14,6 @@ occurrence. The occurrence numbers tensors whose other fields are equal: a modul
 keeps one name, and so does a module that runs again in the next step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

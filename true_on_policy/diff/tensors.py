@@ -1,7 +1,5 @@
 """Compare two recordings tensor by tensor: which tensors are equal, and which operation was the first to differ."""
 
-from __future__ import annotations
-
 import os.path
 import re
 from collections import Counter

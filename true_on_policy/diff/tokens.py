@@ -8,8 +8,6 @@ The recordings say which row is which token: `input_ids`, with SGLang's `rids`, 
 trainer's `position_ids` and `attention_mask`.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What trainer and engine really run, row by row: the checks of a contract, and what each side showed."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

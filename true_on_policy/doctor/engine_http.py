@@ -4,8 +4,6 @@ HTTP does not show the server's environment and kernels; `engines/sglang/setting
 requests are few and short, but real: an engine that serves a training run answers them in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 

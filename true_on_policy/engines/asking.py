@@ -4,8 +4,6 @@ An answer has one deadline and a limit of bytes. No proxy stands between, and no
 tokens of an answer are checked before they are used. Every fault of an answer is an `EngineError` in words.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

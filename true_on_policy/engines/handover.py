@@ -3,8 +3,6 @@
 Launcher and plugin both import this module, so its import loads neither an engine nor the kernels.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +19,13 @@ CONTRACT = "TRUE_ON_POLICY_CONTRACT"  # JSON of Contract
 ORDER = "TRUE_ON_POLICY_NORM_ORDER"  # JSON of NormOrder, where the engine follows another order than its own
 
 
-def handed_over(contract: Contract | None, order: NormOrder | None) -> dict[str, str]:
+def handed_over(contract: "Contract | None", order: "NormOrder | None") -> dict[str, str]:
     """Build the variables of the handover; none for an engine that stays stock."""
     given = {CONTRACT: contract, ORDER: order}
     return {name: json.dumps(asdict(value)) for name, value in given.items() if value is not None}
 
 
-def stated_contract(environment: Mapping[str, str] = os.environ) -> Contract:
+def stated_contract(environment: Mapping[str, str] = os.environ) -> "Contract":
     """Read the contract that the launcher handed over."""
     from mis_plugins.config.reading import convert
     from true_on_policy.contract.cpu import Contract
@@ -63,7 +61,7 @@ def pin_as_asked() -> None:
     print(ACTIVE, active_backend(), flush=True)
 
 
-def texts_of(held: Mapping[str, Tensor], action: str, names: Sequence[str] = ()) -> dict[str, str]:
+def texts_of(held: "Mapping[str, Tensor]", action: str, names: Sequence[str] = ()) -> dict[str, str]:
     """Return by name the digest of each tensor as text, or the values of the named tensors."""
     from true_on_policy.bitwise import Digest, values
 

@@ -1,7 +1,5 @@
 """The protocol of a rollout engine: it samples, scores samples, takes new weights and ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Start a server process on a free loopback port in its own process group, and end the whole group."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import itertools
@@ -101,7 +99,7 @@ def patience(requests: Sequence[Request]) -> float:
 
 def started(
     name: str, command: Sequence[str], environment: Mapping[str, str], starts: int = STARTS, private: Private = None
-) -> Server:
+) -> "Server":
     """Start an engine's server on a free port and wait until it is healthy.
 
     A port that another process takes before the server binds it is replaced by another port.

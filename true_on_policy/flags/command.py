@@ -7,8 +7,6 @@ The table that makes the arguments also checks, in the trainer, that the host re
 engines in Miles's --sglang-config too.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

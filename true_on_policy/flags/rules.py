@@ -4,8 +4,6 @@ The releases were read: a flag exists where one of its owner's `FILES` declares 
 text and never imported. Miles builds SGLang's branch sglang-miles; SGLang's PyPI releases lack the contract.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re
@@ -105,7 +103,7 @@ class Flag:
     value: Any
 
     @classmethod
-    def of(cls, owner: str, name: str, value: Any = True, attribute: str = "", parsed: Any = None) -> Flag:
+    def of(cls, owner: str, name: str, value: Any = True, attribute: str = "", parsed: Any = None) -> "Flag":
         """Build a flag, bare where `value` is True; its attribute and parsed value follow its words by default."""
         words = (name,) if value is True else (name, str(value))
         own = attribute or name.removeprefix("--").replace("-", "_")

@@ -9,8 +9,6 @@ hook that `bitwise.loss` or `bitwise.step_hook` names (`config.py`). Hosts are r
 `mis_plugins.hosts`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any

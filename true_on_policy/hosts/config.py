@@ -1,7 +1,5 @@
 """The key `bitwise:` of `--custom-config-path`, which both hosts copy from the file to their arguments."""
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ class BitwiseConfig:
     weights: Proven | None = None
 
     @classmethod
-    def from_args(cls, args: Any) -> BitwiseConfig:
+    def from_args(cls, args: Any) -> "BitwiseConfig":
         """Read the key `bitwise:` of a host's arguments, or the defaults; a HostConfigError quotes what cannot work."""
         given = view(args).get("bitwise")
         try:

@@ -4,8 +4,6 @@ The comparison does not wait for the device, and its number of kernels does not 
 Tokens outside the loss mask are not compared: no engine sampled them (hosts give a tool's tokens the log-prob 0.0).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +53,7 @@ class MicroBatch:
     arrival: Arrival
 
     @classmethod
-    def compare(cls, args: Any, batch: Mapping[str, Any], cp: tuple[int, int]) -> MicroBatch | None:
+    def compare(cls, args: Any, batch: Mapping[str, Any], cp: tuple[int, int]) -> "MicroBatch | None":
         """Compare a micro-batch, and begin to copy its flags; None where no sequence has the log-probs of both sides.
 
         Args:

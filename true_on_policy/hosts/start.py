@@ -3,8 +3,6 @@
 Any exception here keeps the trainer from starting.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -11,8 +11,6 @@ Without the step hook (Miles calls none on FSDP), flags are read at a later micr
 that saw a difference then stops alone under `on_difference: raise`.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import weakref
@@ -81,7 +79,7 @@ class Difference:
     position: int
 
     @classmethod
-    def of(cls, number: int, batch: MicroBatch) -> Difference:
+    def of(cls, number: int, batch: MicroBatch) -> "Difference":
         engine, trainer, valid = batch.on_host()
         mismatch = first_mismatch(engine[valid], trainer[valid], missing=absent(engine[valid]))
         assert mismatch is not None, "the device saw a difference that the host does not"

@@ -7,8 +7,6 @@ there process groups are up and engines resident. The trainer's weights are thos
 `check_weights`. Rank 0 compares, and holds one copy of the model in its CPU memory while it does.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

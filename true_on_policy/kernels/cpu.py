@@ -6,8 +6,6 @@ silu, sigmoid and rsqrt take another code path for elements beyond the last whol
 tensor is made contiguous, a single row is doubled, and the number of elements is padded.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

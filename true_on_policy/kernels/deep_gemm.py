@@ -1,7 +1,5 @@
 """DeepGEMM's bf16 products: since 0.2 they are batch-invariant only after a switch, whose name depends on the fork."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module

@@ -4,8 +4,6 @@ FlashAttention-3 has no switch. `num_splits` is an argument of each call, 0 ("ch
 Callers hold the functions under names of their own, so the pin replaces each held function by one that passes 1.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

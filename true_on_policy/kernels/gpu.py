@@ -1,7 +1,5 @@
 """Pin a GPU contract in the trainer: a batch-invariant mode, a library of products, attention, and no TF32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Megatron-core's batch-invariant mode: Triton kernels under aten, and under Transformer Engine where it is present."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ The flag of the original and of SGLang's copy can be wrong: a nested `set_batch_
 overrides when it ends, and leaves the flag on. Two copies in one process override each other.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import warnings

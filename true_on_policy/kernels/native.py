@@ -1,7 +1,5 @@
 """The native kernels, in C: each output has one accumulator, a fixed order of adding, and explicit fma."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Pin the kernels of a contract in this process, probe them, and restore the previous kernels."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -5,8 +5,6 @@ Where old and new disagree, torch raises when the older switch is read: the pin 
 alone and sets the newer switches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass

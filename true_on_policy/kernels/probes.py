@@ -5,8 +5,6 @@ of an accelerator choose tiles, splits and whole libraries by the number of rows
 compared there.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

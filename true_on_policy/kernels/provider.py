@@ -9,8 +9,6 @@ Each provider is a module of this package with a NAME. Importing the module impo
                                           kernel serves a shape, NotSeenError without an accelerator or the library
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping

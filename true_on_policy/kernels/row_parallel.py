@@ -9,8 +9,6 @@ The method follows tree-based invariant kernels (Zhang et al. 2025, "Determinist
 Sizes That Eliminates Training-Inference Mismatch", arXiv:2511.17826); here it runs on the native kernels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SGLang's batch-invariant mode in the trainer: DeepGEMM where a shape allows it, Triton elsewhere."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Hugging Face's decoders in an agreed order of rounding and adding: the model of the `hf` trainer and `hf` engine."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A model lies in a folder of the user's cache and is read offline from then on. T
 so that an interrupted download leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

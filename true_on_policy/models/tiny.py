@@ -4,8 +4,6 @@ The weights of the norms are random too: weights of one would hide the order in 
 multiplies.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ A common mistake is one rank with another environment, so every rank writes a fi
 reads all files of a side as one.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

@@ -3,8 +3,6 @@
 `observe.dumps` writes the observation to a file for the doctor.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -4,8 +4,6 @@ Packed sequences lie end to end. Under context parallelism a rank holds two chun
 ranks a sequence is cut into 2R chunks, and rank r holds chunks r and 2R - 1 - r.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ name `te_general_gemm` that its gate reads, so this module sets the name. The di
 one, which runs without CUDA streams.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

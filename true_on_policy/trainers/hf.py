@@ -1,7 +1,5 @@
 """Hugging Face transformers as the trainer of a proof, with the sequences of a batch padded on the right."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from true_on_policy.models.hf_decoder import padded, take
 from true_on_policy.trainers.protocol import InProcess
 
 
-def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> HuggingFace:
+def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> "HuggingFace":
     """Start the trainer of a proof; without an `order` the trainer is stock."""
     return HuggingFace(checkpoint, contract.dtype, order, order and agreed_tree(contract))
 

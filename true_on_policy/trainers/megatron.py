@@ -6,8 +6,6 @@ model's spec; on a tree, so do the sums of row-parallel layers, and in a mixture
 A Hugging Face checkpoint is cut into the parameters that a tensor-parallel rank holds; `megatron.yaml` has their names.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The protocol of a trainer: it computes the log-probs of a batch's sampled tokens under a checkpoint's weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable

@@ -4,8 +4,6 @@ The ranks are forked from a server that has imported this module, and Megatron w
 process that has pinned kernels or run autograd holds threads, and its forks may hang.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -6,8 +6,6 @@ therefore compared at every temperature as well. The certificate says what ran, 
 equal.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import sys
@@ -60,7 +58,7 @@ class Evidence:
     def tokens(self) -> int:
         return sum(len(sample.tokens) for sample in self.samples)
 
-    def __iadd__(self, other: Evidence) -> Evidence:
+    def __iadd__(self, other: "Evidence") -> "Evidence":
         for name in ("samples", "batches", "prefill", "trainer", "trainer_tempered"):
             getattr(self, name).extend(getattr(other, name))
         for name, log_probs in other.packed.items():

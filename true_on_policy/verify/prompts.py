@@ -1,7 +1,5 @@
 """Prompts of real text for a verification, as the model's own tokenizer and chat template write them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The verification behind `python -m true_on_policy verify`, which `__main__.py` describes: chain and control."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Mapping, Sequence
@@ -97,7 +95,7 @@ class Setup:
     workload: Workload
 
     @classmethod
-    def of(cls, plan: argparse.Namespace, folder: Path) -> Setup:
+    def of(cls, plan: argparse.Namespace, folder: Path) -> "Setup":
         from true_on_policy.models.hf_decoder import check_weights
         from true_on_policy.models.pretrained import checkpoint_of
         from true_on_policy.models.tiny import check_shares, read_config

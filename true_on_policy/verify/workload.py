@@ -1,7 +1,5 @@
 """The workload of a verification: requests that lead into the situations where a kernel could change bits."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -149,17 +147,7 @@ class Situations(NamedTuple):
 
 def situations(counts: Mapping[str, Any], abilities: Collection[Ability]) -> Situations:
     """Sort the situations of a verification by what `counted` has counted."""
-    is_met = _met(counts)
-    foreign = [name for name, (ability, _) in OF_ABLE.items() if ability not in abilities]
-    remedies = {name: OF_ABLE.get(name, ("", MORE))[1] for name in is_met if name not in foreign}
-    not_met = {name: remedy for name, remedy in remedies.items() if not is_met[name]}
-    met = [name for name in remedies if name not in not_met]
-    return Situations(tuple(met), not_met, tuple(foreign))
-
-
-def _met(counts: Mapping[str, Any]) -> dict[str, bool]:
-    """Tell of each situation whether it was met."""
-    return {
+    is_met: dict[str, bool] = {
         **{f"batch of {size}": counts["batches"][str(size)] > 0 for size in BATCH_SIZES},
         **{f"temperature {value:g}": value in counts["temperatures"] for value in sorted(set(TEMPERATURES))},
         f"sequence beyond {STOCK_KEYS} tokens": counts["longest_sequence"] > STOCK_KEYS,
@@ -168,3 +156,8 @@ def _met(counts: Mapping[str, Any]) -> dict[str, bool]:
         "prefix-cache hit": counts["prompt_tokens_from_cache"] > 0,
         "preemption": counts["preemptions"] > 0,
     }
+    foreign = [name for name, (ability, _) in OF_ABLE.items() if ability not in abilities]
+    remedies = {name: OF_ABLE.get(name, ("", MORE))[1] for name in is_met if name not in foreign}
+    not_met = {name: remedy for name, remedy in remedies.items() if not is_met[name]}
+    met = [name for name in remedies if name not in not_met]
+    return Situations(tuple(met), not_met, tuple(foreign))

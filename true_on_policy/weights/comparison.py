@@ -1,7 +1,5 @@
 """Compare the weights of a running engine with a trainer's: digests by name, and the first tensor that differs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ SGLang 0.5.23 fuses q, k and v, gate and up, and the experts of a layer, and cut
 tensor-parallel ranks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Polic
 masking: Liu, Li et al. 2025, "When Speed Kills Stability". IcePop: Ling Team 2025, "Every Step Evolves".
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

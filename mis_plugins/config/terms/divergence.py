@@ -4,8 +4,6 @@ For the mismatch p is mu and q is pi_old. For the KL penalty p is pi_theta and q
 the penalty's k1 is log pi_theta - log pi_ref. Schulman 2020, "Approximating KL Divergence".
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

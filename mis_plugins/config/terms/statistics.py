@@ -1,7 +1,5 @@
 """Statistics of a rejection rule: what a rule compares, token by token. A new one is a row of `STATISTICS`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Loaded where a config has an objective, and by what explains one. The tensors' side is in `loss/`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -117,7 +115,7 @@ OWN_SETTINGS = {name: key for key, record in SURROGATES.items() for name in reco
 """By each key that belongs to one surrogate alone: that surrogate."""
 
 
-def check(objective: ObjectiveConfig) -> dict[str, float]:
+def check(objective: "ObjectiveConfig") -> dict[str, float]:
     """Check what an objective says, and return the defaults of the settings that it leaves out.
 
     Raises:
@@ -143,7 +141,7 @@ def check(objective: ObjectiveConfig) -> dict[str, float]:
     return {name: value for name, value in record.settings.items() if getattr(objective, name) is None}
 
 
-def _check_unit(objective: ObjectiveConfig, record: Surrogate, surrogate: str) -> None:
+def _check_unit(objective: "ObjectiveConfig", record: Surrogate, surrogate: str) -> None:
     """Check `ratio`, and what needs the ratio of a token."""
     by_sequence = objective.ratio == "sequence"
     if by_sequence and objective.surrogate == "reinforce":

@@ -1,7 +1,5 @@
 """`config check SCRIPT`: what a launch script would load, and the lines to change, as a diff that `patch` takes."""
 
-from __future__ import annotations
-
 import difflib
 import io
 import shlex

@@ -1,7 +1,5 @@
 """What one start of train.py would load of this pack, what it lacks, and what cannot be told from the script."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import itertools

@@ -1,7 +1,5 @@
 """What the readers of launch scripts share: branches that are read both ways, what is found, and what it costs."""
 
-from __future__ import annotations
-
 import os.path
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Texts of a launch script as far as they are known, and the words that a shell makes of them."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -108,7 +106,7 @@ class Word:
         return f"line {first}" if first == last else f"lines {first} to {last}"
 
     @property
-    def behind_equals(self) -> Word:
+    def behind_equals(self) -> "Word":
         """The value of KEY=VALUE."""
         parts = self.text.partition("=")[2], self.source.partition("=")[2]
         return replace(self, text=parts[0], source=parts[1], span=None)

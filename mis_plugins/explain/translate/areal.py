@@ -4,8 +4,6 @@ AReaL's segment-wise branch has `behav_imp_weight_*` and `enable_segment_wise_pp
 until `rejection_sampling` took their place.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -194,11 +192,7 @@ def _is_decoupled(keys: Collection[str], config: CorrectionConfig) -> bool:
 
 
 def _sapo(keys: Mapping[str, Any]) -> CorrectionConfig:
-    """SAPO against the log-probs of the rollout engine, or against recomputed ones; AReaL rejects nothing there.
-
-    Raises:
-        ConfigError: AReaL has SAPO in place of decoupled PPO, so that one config names both.
-    """
+    """SAPO against the log-probs of the rollout engine, or against recomputed ones; AReaL rejects nothing there."""
     reading.convert(bool, keys[SAPO], SAPO)
     for name in (DECOUPLED, CAP, FLOOR, ENABLE):
         if keys.get(name):
@@ -267,11 +261,7 @@ def _places(tree: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def _renamed(keys: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-    """Keys of an earlier AReaL as `rejection_sampling`, by the mapping that AReaL's own error gives.
-
-    Raises:
-        ConfigError: both stand in the file, or an unknown mode.
-    """
+    """Keys of an earlier AReaL as `rejection_sampling`, by the mapping that AReaL's own error gives."""
     (_, cap), (mode_at, mode) = keys.get(OLD_CAP, (OLD_CAP, 5.0)), keys.get(OLD_MODE, (OLD_MODE, "token_mask"))
     place = keys.get(OLD_CAP, (mode_at,))[0]
     if REJECTION in keys:

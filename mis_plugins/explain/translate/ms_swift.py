@@ -1,7 +1,5 @@
 """ms-swift's arguments, from its yaml or from a launch script."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ prime-rl corrects by default: its loss compares pi_theta with the rollout engine
 moved too far.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,11 +126,7 @@ def _tree(text: str) -> dict[str, Any]:
 
 
 def _loss(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Where the table of the loss stands, and its settings; the text "None" is null to prime-rl.
-
-    Raises:
-        ConfigError: two tables, or no table under that name.
-    """
+    """Where the table of the loss stands, and its settings; the text "None" is null to prime-rl."""
     trainer = tree.get("trainer")
     tables = {TABLES[0]: trainer.get("loss") if isinstance(trainer, Mapping) else None, TABLES[1]: tree.get("loss")}
     tables = {name: table for name, table in tables.items() if table is not None}

@@ -1,7 +1,5 @@
 """What a foreign config becomes, with the user's own words beside each setting."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

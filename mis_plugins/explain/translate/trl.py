@@ -4,8 +4,6 @@ With `use_vllm: true` TRL corrects unless it is told otherwise: the product of t
 GMPOConfig, which has a Python call alone, inherits every key; GMPOTrainer's loss reads no weight and no mask.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re
@@ -268,9 +266,6 @@ def _of_call(text: str, behind: set[str]) -> Said:
     """The keywords of the one call `GRPOConfig(...)` or `GMPOConfig(...)` in Python source, which is never run.
 
     Its first argument may stand without a keyword: `output_dir`.
-
-    Raises:
-        ConfigError: no Python, no or several calls, or a key of the correction that stands elsewhere.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # of the user's own script

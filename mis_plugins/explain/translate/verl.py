@@ -6,8 +6,6 @@ largest divergences of DPPO, and the clip of GMPO.
 Settings are read by their full path, whether a yaml, a launch script or a Hydra override says them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -297,11 +295,7 @@ def _of_script(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of Hydra's overrides, of which each may hold a mapping of several.
-
-    Raises:
-        ConfigError: a value in the place of a mapping, or a setting beside one for all of its mapping.
-    """
+    """The settings of Hydra's overrides, of which each may hold a mapping of several."""
     for path, value in values.items():
         if not isinstance(value, Mapping) and not _is_ours(path):
             raise ConfigError(f"{path}: got {shown(value)}; expected a mapping")
@@ -381,11 +375,7 @@ DIALECT = Dialect(
 
 
 def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the correction and of a loss of `LOSS_MODES` by verl's keys.
-
-    Raises:
-        ConfigError: nothing to translate, an unknown key, or one of an earlier release.
-    """
+    """The settings of the correction and of a loss of `LOSS_MODES` by verl's keys."""
     if settings.get(SECTION, 0) is None and any(path.startswith(f"{SECTION}.") for path in settings):
         raise ConfigError(f"{SECTION}: null stands beside keys of it; give one of them")
     for path, value in settings.items():

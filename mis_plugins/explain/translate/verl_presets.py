@@ -1,7 +1,5 @@
 """The Python presets of verl 0.9.1, by name: `RolloutCorrectionConfig.decoupled_token_is(threshold=3.0)`."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

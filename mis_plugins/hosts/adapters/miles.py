@@ -4,8 +4,6 @@ Miles 31f1ca9 of August 2026 has the last address of each need, autumn's the fir
 hook; under fault tolerance Megatron's own data-parallel group is wrong.
 """
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence

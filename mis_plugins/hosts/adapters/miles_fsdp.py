@@ -1,7 +1,5 @@
 """Miles on FSDP: every response whole on its rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

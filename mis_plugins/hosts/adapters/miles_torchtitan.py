@@ -6,8 +6,6 @@ that of autumn's Miles on FSDP too, calls neither the rollout-data hook nor Mega
 (`training_utils/torch_native/actor.py` at 044f7c8ce).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -3,8 +3,6 @@
 It hands a hook no groups: they are Megatron's own. Hosts that are made from slime are served alike.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A host that no record describes, or a notebook: groups are Megatron's own, and metrics go to the log alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mis_plugins.errors import InputError, warn_once

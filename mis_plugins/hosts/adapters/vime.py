@@ -1,7 +1,5 @@
 """vime: slime's trainer under another name, with vLLM as its engine, which hands on no kept sets and no versions."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from functools import partial
 

@@ -10,8 +10,6 @@ Ray may run a subclass of its own making, into which it copied every method. So 
 of the trainer that is calling the hook, not in the module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps

@@ -6,8 +6,6 @@ version of each token when a call ends. Until then each chunk of the stream coun
 engine has when it sends the chunk: exact if each token is sent by itself (`--sglang-stream-interval 1`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -4,8 +4,6 @@ A head of k tokens is 8 k bytes a token of the response: an id in int32 and a lo
 in the sample's note (`samples.py`), because a host packs the keys of a fixed list alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -39,12 +37,12 @@ class NamedTokens:
     log_probs: np.ndarray
 
     @classmethod
-    def none(cls, positions: int, k: int) -> NamedTokens:
+    def none(cls, positions: int, k: int) -> "NamedTokens":
         """Positions at which the engine named no token."""
         return cls(*(np.full((positions, k), fill, kind) for fill, kind in zip(NOT_NAMED, KINDS, strict=True)))
 
     @classmethod
-    def read(cls, meta_info: Mapping[str, Any], positions: int, k: int) -> NamedTokens:
+    def read(cls, meta_info: Mapping[str, Any], positions: int, k: int) -> "NamedTokens":
         """What the `meta_info` of an answer names: pairs of a log-prob and an id at each position.
 
         Raises:
@@ -83,7 +81,7 @@ class NamedTokens:
             if wrong.any():
                 raise InputError(f"meta_info: output_top_logprobs[{int(wrong.argmax())}] names {fault}")
 
-    def behind(self, earlier: NamedTokens | None, before: int) -> NamedTokens:
+    def behind(self, earlier: "NamedTokens | None", before: int) -> "NamedTokens":
         """The tokens of the first `before` positions, which earlier calls may have left unnamed, and then these."""
         width = self.ids.shape[1]
         named = NamedTokens.none(0, width) if earlier is None else earlier

@@ -11,8 +11,6 @@ Every pass of the trainer goes through both: actor, reference, teacher, and eith
 whole vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -54,7 +52,7 @@ class KeptSets:
         return {KEPT_IDS: self.ids.tobytes(), KEPT_SIZES: self.sizes.tobytes()}
 
     @classmethod
-    def of(cls, packed: Mapping[str, Any]) -> KeptSets:
+    def of(cls, packed: Mapping[str, Any]) -> "KeptSets":
         """Read what `packed` wrote."""
         return cls(*(np.frombuffer(packed[name], np.int32) for name in (KEPT_IDS, KEPT_SIZES)))
 

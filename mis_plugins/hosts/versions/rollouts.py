@@ -9,8 +9,6 @@ process of the rollouts starts an actor of ours under a name: the trainer puts a
 rollouts answers it. Tokens never leave their process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

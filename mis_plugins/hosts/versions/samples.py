@@ -6,8 +6,6 @@ so far anew, and keeps their log-probs of the first pass. The routes of experts 
 pass (miles#3277).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -78,7 +76,7 @@ class Note:
         return [self.batch, self.number, *run_lengths(self.versions), *more]
 
     @classmethod
-    def of(cls, packed: Any, key: str) -> Note:
+    def of(cls, packed: Any, key: str) -> "Note":
         """Read what `packed` wrote."""
         written = list(packed) if isinstance(packed, Sequence) else []
         more = written[-1] if written and isinstance(written[-1], Mapping) else {}

@@ -4,8 +4,6 @@ A trainer that has just moved to version V holds pi_V until its next optimizer s
 when it gets its next batch, before it trains, whether their responses are running, queued or on their way by then.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -81,7 +79,12 @@ class Trainer:
         size, rank = (1, 0) if ranks.dp is None else (ranks.dp.size(), ranks.dp.rank())
         mine = shares(requests, (actor.args.max_tokens_per_gpu or 1) * cp_size, size, multiple)[rank]
         asked = list(itertools.chain.from_iterable(mine))
-        data = _as_rollout(asked, device)
+        data = {  # a rollout, with the keys that the host's log-prob pass reads
+            "tokens": [torch.tensor(request.tokens, dtype=torch.long, device=device) for request in asked],
+            "loss_masks": [torch.ones(request.count, dtype=torch.int, device=device) for request in asked],
+            "total_lengths": [len(request.tokens) for request in asked],
+            "response_lengths": [request.count for request in asked],
+        }
         rows = self._scored(actor, rollout_id, data, [len(batch) for batch in mine], chunks)
         # Gathering is collective over context-parallel ranks: each of them does it, whoever answers.
         whole = [] if rows is None else gathered(self.layout(actor.args, data), rows, ranks.cp)
@@ -151,14 +154,4 @@ def _answered(requests: Sequence[Request], rows: Sequence[Tensor]) -> Answers:
     return {
         request.number: (request.positions, torch.tensor(request.wanted(row.float().tolist())))
         for request, row in pairs
-    }
-
-
-def _as_rollout(requests: Sequence[Request], device: torch.device) -> Data:
-    """The requests as a rollout, with the keys that the host's log-prob pass reads."""
-    return {
-        "tokens": [torch.tensor(request.tokens, dtype=torch.long, device=device) for request in requests],
-        "loss_masks": [torch.ones(request.count, dtype=torch.int, device=device) for request in requests],
-        "total_lengths": [len(request.tokens) for request in requests],
-        "response_lengths": [request.count for request in requests],
     }

@@ -4,8 +4,6 @@ Both foreign formats are decoded here, so that neither package needs to be insta
 curve and is told.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import struct

@@ -4,8 +4,6 @@ slime's training dump was read from slime 624b824: `{format_version: 2, rollout_
 a rollout. The last pipeline stage of tensor-parallel rank 0 writes it, after context-parallel pieces are gathered.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -51,11 +49,7 @@ def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
 
 
 def _kind(content: Any) -> tuple[str, str]:
-    """Format of a loaded dump, and the name of its rollout.
-
-    Raises:
-        RecordError: the file is no dump.
-    """
+    """Format of a loaded dump, and the name of its rollout."""
     if miles.is_train_dump(content):
         kind = "Miles"
     elif isinstance(content, dict) and isinstance(content.get("samples"), list) and "rollout_id" in content:

@@ -3,8 +3,6 @@
 What a path holds becomes sources of records or of curves, and what could not be read is listed in `Problems`.
 """
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import io
@@ -70,7 +68,7 @@ def parsed(text: bytes, path: Path) -> Any:
     return json.loads(text.decode("utf-8-sig", "surrogatepass"), object_pairs_hook=once)
 
 
-def objects(path: Path, problems: Problems, head: bool = False) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def objects(path: Path, problems: "Problems", head: bool = False) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Place and object of each line of a file; a line without an object is told and left out.
 
     Args:

@@ -1,7 +1,5 @@
 """What dumps of Miles and slime have in common: one response's columns, and what the rollout's own dump adds."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -35,11 +33,7 @@ Extra = Mapping[Any, Sequence[Mapping[str, Any]]]
 
 
 def rollout_id(content: Mapping[str, Any]) -> int:
-    """The number of the rollout of a dump.
-
-    Raises:
-        RecordError: the dump names no number.
-    """
+    """The number of the rollout of a dump; raises RecordError where the dump names no number."""
     given = content.get("rollout_id")
     number = int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 19 else given
     if type(number) is not int or abs(number) > LARGEST:
@@ -124,11 +118,7 @@ def _first(sample: Mapping[str, Any], beside: Mapping[str, Any], names: Sequence
 
 
 def _end_of(tokens: Any, size: int, index: Any) -> Tensor | None:
-    """Ids of the response, which end the sample's tokens.
-
-    Raises:
-        RecordError: the response has more log-probs than the sample has tokens.
-    """
+    """Ids of the response, which end the sample's tokens."""
     if tokens is None:
         return None
     ids = torch.as_tensor(tokens).reshape(-1)

@@ -8,8 +8,6 @@ Samples may share an index: an agent's responses to one prompt are copies of one
 its rank's list of samples and its place there.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

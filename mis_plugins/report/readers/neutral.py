@@ -3,8 +3,6 @@
 A line is read on its own and forgotten, so that memory holds one line, or one group of rows, and never the file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -43,12 +41,7 @@ def parquet(path: Path, problems: Problems) -> Iterator[Record]:
 
 
 def _columns(schema: Any, path: Path) -> list[str]:
-    """Columns of the neutral form.
-
-    Raises:
-        RecordError: log-probs are missing, or a column holds lists of entries of a dictionary, each of which may be
-            as long as the file.
-    """
+    """Columns of the neutral form."""
     columns = [name for name in COLUMNS if name in schema.names]
     if not set(REQUIRED) <= set(columns):
         raise RecordError(f"{path}: {lacking(REQUIRED, schema.names)}")

@@ -4,8 +4,6 @@ Every file is told apart by what it holds. A host's dump is mapped and not read,
 before they are used.
 """
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,11 +54,7 @@ class Found:
 
 
 def find(paths: Sequence[Path], problems: Problems) -> Found:
-    """Sources of all paths, in the order of rollouts.
-
-    Raises:
-        InputError: a path does not exist.
-    """
+    """Sources of all paths, in the order of rollouts; raises InputError where a path does not exist."""
     files = _once([file for path in paths for file in _files(path, problems)])
     sources = list(dumps([file for file in files if file.suffix == ".pt"], problems))
     lines, others = [], []
@@ -92,11 +86,7 @@ BESIDE = {"policy_loss_debug", "dashboard_columns", "dashboard", "events", "traj
 
 
 def _files(path: Path, problems: Problems) -> list[Path]:
-    """The regular files of a path in natural order; everything else in a folder is told.
-
-    Raises:
-        InputError: the path does not exist, or cannot be looked at.
-    """
+    """The regular files of a path in natural order; everything else in a folder is told."""
     try:
         path.stat()
     except OSError as error:

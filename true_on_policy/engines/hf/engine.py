@@ -4,8 +4,6 @@ The engine runs in this process on the kernels that are pinned when it is called
 Prompts are padded on the left, so that one batch holds sequences that begin at different slots of the cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +24,7 @@ from true_on_policy.models.hf_decoder import padded, take
 PREFILL_CHUNK = 128
 
 
-def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> HuggingFace:
+def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> "HuggingFace":
     """Start the engine of a proof; without an `order` the engine is stock."""
     return HuggingFace(checkpoint, contract.dtype, order, order and agreed_tree(contract))
 

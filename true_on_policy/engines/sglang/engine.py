@@ -1,7 +1,5 @@
 """The real SGLang behind its HTTP server on loopback, in the environment that install.sh made, on CPU."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ class Pool:
 PROOF = Pool(prefill_chunk=128, retract_every=40)
 
 
-def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> SGLang:
+def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> "SGLang":
     """Start the server of a proof; without an `order` the server is stock."""
     pinned_to = contract if order is not None else None
     follows = order if order != ENGINES["sglang"].order else None

@@ -4,8 +4,6 @@ SGLang calls `activate` early in each process and applies the hooks that `activa
 the environment `activate` does nothing, so an SGLang that shares our environment is left alone.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
@@ -163,7 +161,7 @@ def _norm(ordered: Callable):
     return forward
 
 
-def _row_parallel(contract: Contract):
+def _row_parallel(contract: "Contract"):
     """Build the forward of SGLang's row-parallel layers, which add over K in the contract's tree."""
     import torch
 

@@ -4,8 +4,6 @@ Our plugin calls `written` in each process that runs the model, where TRUE_ON_PO
 probes run before the server is up, on SGLang's own kernels and beside its key-value cache.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

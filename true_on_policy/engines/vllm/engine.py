@@ -1,7 +1,5 @@
 """The real vLLM behind its HTTP server on loopback, in the environment that install.sh made, on CPU."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +39,7 @@ class Pool:
     prefill_chunk: int = 128
 
 
-def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> VLLM:
+def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> "VLLM":
     """Start the server of a proof; without an `order` the server is stock."""
     return VLLM(checkpoint, contract.dtype, contract if order is not None else None, order)
 

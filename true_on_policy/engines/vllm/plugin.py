@@ -5,8 +5,6 @@ torch's operators in their place, which the pinned kernels override. Without a c
 does nothing.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import pkgutil

@@ -3,8 +3,6 @@
 Variables, arrays, functions, heredocs and sourced files are followed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

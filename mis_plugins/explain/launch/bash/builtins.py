@@ -1,7 +1,5 @@
 """Commands of bash itself in a script: what they print, which files they write, and which variables they set."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

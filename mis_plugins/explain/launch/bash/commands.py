@@ -1,7 +1,5 @@
 """Commands of a script in bash: starts of train.py, functions, other shells and texts that it runs."""
 
-from __future__ import annotations
-
 import os.path
 import re
 from collections.abc import Callable, Sequence

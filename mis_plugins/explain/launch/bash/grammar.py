@@ -1,7 +1,5 @@
 """Scripts in bash as the tree of tree-sitter's parser, with guards against what it gets wrong; what its nodes say."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -91,11 +89,7 @@ def _blanked(match: re.Match[str]) -> str:
 
 @cache
 def check_version() -> None:
-    """Refuse a parser that crashes.
-
-    Raises:
-        ConfigError: it is older than `OLDEST`.
-    """
+    """Refuse a parser that crashes; raises ConfigError where it is older than `OLDEST`."""
     installed = version("tree-sitter")
     if _numbers(installed) < _numbers(OLDEST):
         raise ConfigError(f"tree-sitter {installed} crashes while it parses; pip install 'tree-sitter>={OLDEST}'")
@@ -106,7 +100,7 @@ def _numbers(release: str) -> list[int]:
 
 
 @cache
-def _keywords(language: Language) -> Query:
+def _keywords(language: "Language") -> "Query":
     from tree_sitter import Query
 
     return Query(language, KEYWORDS)

@@ -1,7 +1,5 @@
 """Statements of a script in bash: lists, conditions, branches, loops, functions and redirects."""
 
-from __future__ import annotations
-
 import fnmatch
 import glob
 import operator

@@ -1,7 +1,5 @@
 """Variables, words and texts of a script in bash: quotes, braces and expansions."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from abc import abstractmethod

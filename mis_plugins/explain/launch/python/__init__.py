@@ -3,8 +3,6 @@
 The values of a dataclass of arguments are its defaults, and what the user gives on the launcher's command line.
 """
 
-from __future__ import annotations
-
 import ast
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Expressions of a launcher, but for calls."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Sequence
 from pathlib import PurePosixPath

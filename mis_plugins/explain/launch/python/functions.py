@@ -1,7 +1,5 @@
 """Functions and classes of a launcher: what a call of them gives, and what its command line sets."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -185,9 +183,6 @@ def _options(command: str, words: Sequence[str], kinds: Mapping[str, str], is_op
     Args:
         kinds: the types of the options.
         is_open: whether there may be others; of those a word that begins as an option is no value.
-
-    Raises:
-        ConfigError: no such option, or a value too many or too few.
     """
     values: dict[str, Any] = {}
     listed = list(words)

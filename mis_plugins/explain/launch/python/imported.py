@@ -1,7 +1,5 @@
 """Functions that a launcher imports: starts of train.py, commands of a shell, and files."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import os.path

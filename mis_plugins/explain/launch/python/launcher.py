@@ -1,7 +1,5 @@
 """Statements of a launcher, and calls."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Sequence
 from typing import Any

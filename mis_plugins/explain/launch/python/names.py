@@ -4,8 +4,6 @@ A value is a `Text`, a number, a bool, None, a list, a dict, a `Record`, or the 
 launcher. A value that only running the launcher would tell is a text with a piece that is not known.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ SGLang's image processor of Qwen3-VL imports the module of Qwen3.5. At import, t
 operators that only its own layers call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
