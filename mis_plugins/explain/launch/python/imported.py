@@ -7,6 +7,7 @@ import base64
 import os.path
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -44,10 +45,11 @@ class Imported(Functions):
             self.folder = folder = self.folder_of(given[0])
         if name in RUNS_A_FILE and given:
             given = [(*as_text(given[0]), Piece(" "), *hole("sys.argv")), *given[1:]]
-        for value in () if name in TELLS else (*given, *named.values()):
-            with self.now(folder=folder):
-                self.shell(node, value)
-            if name not in (*NAMES, "open"):
+        for value in (*given, *named.values()):
+            if name not in TELLS:
+                with self.now(folder=folder):
+                    self.shell(node, value)
+            if name not in (*NAMES, *TELLS, "open"):
                 self.hand_on(value)
             if id(value) in self.handles:
                 self.write(shown(value), self.unknown(node), adds=True)
@@ -128,10 +130,11 @@ class Imported(Functions):
     def shell(self, node: ast.Call, command: Any) -> None:
         """A command of the shell that the launcher hands on, as one text or as words."""
         words = [item for item in command if isinstance(item, tuple)] if isinstance(command, list) else []
-        if (at := shell_of(words, "c")[1]) < len(words):  # of `bash -c TEXT`
-            words, command = [], words[at]
-        quoted = [piece for word in words for piece in (Piece("'", lines=lines_of(node)), *word, Piece("' "))]
-        text = tuple(quoted) or as_text(command)
+        quoted = [(Piece("'", lines=lines_of(node)), *word, Piece("' ")) for word in words]
+        if (at := shell_of(words, "c")[1]) < len(words):  # of `bash -c TEXT NAME ARGUMENT ...`
+            own = (Piece("set -- "), *chain(*quoted[at + 2 :]), Piece("; ")) if words[at + 2 :] else ()
+            words, quoted, command = [], [], (*own, *words[at])
+        text = tuple(chain(*quoted)) or as_text(command)
         given = [known(word) or "" for word in words] or with_holes(text).split()
         is_run = not words and known(text) and RUNS_IN_SHELL.fullmatch(ast.unparse(node.func))
         if is_run or any(map(is_train, given)) or given and given[0] in (*COPIES, *EDITS):
