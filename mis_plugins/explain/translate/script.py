@@ -22,7 +22,7 @@ from mis_plugins.explain.launch.bash.grammar import one_line, parts_of, says
 from mis_plugins.explain.launch.bash.shell import RUN, Shell
 from mis_plugins.explain.launch.reader import Reading, from_start
 from mis_plugins.explain.launch.words import HOLE, Text, Word, flags_of, hole, known, word_of
-from mis_plugins.explain.translate.translation import Open, listed, load
+from mis_plugins.explain.translate.translation import STANDS_TWICE, Open, listed, load
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -336,6 +336,8 @@ def _merged(start: Start, dialect: Dialect, behind: set[str]) -> dict[str, Any]:
     for path, value in start.settings:
         if dialect.reads(path.lstrip("~")) and path.lstrip("~") not in behind:
             values_by_path.setdefault(path, []).append(value)
+            if path in dialect.blocks and len(values_by_path[path]) > 1:
+                raise ConfigError(f"{path}: {STANDS_TWICE}")
     return {path: _value(values) for path, values in values_by_path.items()}
 
 
