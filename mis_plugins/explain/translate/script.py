@@ -22,7 +22,7 @@ from mis_plugins.explain.launch.bash.grammar import one_line, parts_of, says
 from mis_plugins.explain.launch.bash.shell import RUN, Shell
 from mis_plugins.explain.launch.reader import Reading, from_start
 from mis_plugins.explain.launch.words import HOLE, Text, Word, flags_of, hole, known, word_of
-from mis_plugins.explain.translate.translation import STANDS_TWICE, Open, listed, load
+from mis_plugins.explain.translate.translation import Open, listed, load
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -337,7 +337,7 @@ def _merged(start: Start, dialect: Dialect, behind: set[str]) -> dict[str, Any]:
         if dialect.reads(path.lstrip("~")) and path.lstrip("~") not in behind:
             values_by_path.setdefault(path, []).append(value)
             if path in dialect.blocks and len(values_by_path[path]) > 1:
-                raise ConfigError(f"{path}: {STANDS_TWICE}")
+                raise ConfigError(f"{path}: stands twice, and Hydra joins both mappings; give it once")
     return {path: _value(values) for path, values in values_by_path.items()}
 
 
@@ -354,9 +354,7 @@ def _value(values: list[Value]) -> str | bool:
 
 
 def _alternative(value: Value) -> str:
-    if value is None:
-        return "true"
-    return f"{value.source} ({value.place}{_branch(value.branch)})"
+    return "true" if value is None else f"{value.source} ({value.place}{_branch(value.branch)})"
 
 
 def _notes(start: Start, reading: Reading) -> Iterator[str]:
@@ -466,8 +464,7 @@ class Commands(Shell):
 
     def _start(self, given: Sequence[Word]) -> Start:
         marks = enumerate(itertools.pairwise([Word("", ""), *given]))
-        begins = (i for i, (before, word) in marks if before.text == "-m" or self._is_program(word.text))
-        program = next(begins, 0)
+        program = next((i for i, (before, word) in marks if before.text == "-m" or self._is_program(word.text)), 0)
         open_words = [
             word.source
             for before, word in itertools.pairwise(given[program:])

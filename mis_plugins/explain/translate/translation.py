@@ -18,7 +18,6 @@ from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.words import flags
 from mis_plugins.shared.terminal import printable
 
-STANDS_TWICE = "stands twice, and Hydra joins both mappings; give it once"
 COLUMNS = 100
 LONGEST_VALUE = 80  # letters of a value within a comment
 LONGEST_OPEN = 200  # letters of a value within an error
@@ -205,19 +204,14 @@ def settings_behind(
         value: reads the text behind `=`.
 
     Raises:
-        ConfigError: a word is neither a setting nor an option of the command, or a mapping stands twice.
+        ConfigError: a word is neither a setting nor an option of the command.
     """
-    mappings: set[str] = set()
     for word in words:
         name, equals, text = word.partition("=")
         path = spelled(name)
         if not equals or not reads(path):
             raise ConfigError(f"override {shown(word)}: expected {expected}; the command's own {options}")
-        if path in mappings:
-            raise ConfigError(f"{path}: {STANDS_TWICE}")
-        read = value(text)
-        mappings |= {path} if isinstance(read, Mapping) else set()
-        yield path, read
+        yield path, value(text)
 
 
 def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = False) -> Iterator[str]:

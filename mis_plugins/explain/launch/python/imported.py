@@ -103,8 +103,7 @@ class Imported(Functions):
         if name in MOVES and len(given) == 1:  # of a path; a text is given two
             self.write(shown(as_text(given[0])), hole(name))
         if name in WRITES:
-            is_text = name in ("write", "write_text") and given
-            written = as_text(given[0]) if is_text else hole(name)
+            written = as_text(given[0]) if given and name in ("write", "write_text") else hole(name)
             self.write(shown(owner), written, adds=name in ("write", "writelines"))
         if name == "strip" and content is None and owner:
             return owner  # blanks at its ends part no words
@@ -142,8 +141,7 @@ class Imported(Functions):
         elif any(NAMES_TRAIN.search(shown(word)) for word in words):  # as in ["ssh", HOST, TEXT]
             self.unread(node, "may start train.py too")
         elif isinstance(command, tuple):
-            sources = " ".join(piece.source for piece in command if piece.text is None)
-            named = re.findall(r"[\w./-]+", sources)
+            named = re.findall(r"[\w./-]+", " ".join(piece.source for piece in command if piece.text is None))
             if any(is_train(item) or item.rpartition(".")[2].startswith(STARTS) for item in named):
                 self.unread(node, "may start train.py too")
 
@@ -156,9 +154,8 @@ class Imported(Functions):
     def launch(self, node: ast.Call, text: Text, place: tuple[int, int]) -> None:
         for start in bash.launches(with_holes(text), self.path, self.reading):
             words, branch = tuple(with_places(start.words, text)), self.branch or start.branch
-            hosts = frozenset(self.hosts)
             folder = os.path.join(self.folder, start.folder)
-            self.found.append(Launch(node.lineno, words, hosts, place, branch, folder))
+            self.found.append(Launch(node.lineno, words, frozenset(self.hosts), place, branch, folder))
 
     def folder_of(self, value: Any) -> str:
         """The folder in which a command runs, or where it changes to; None is the one that the launcher is in."""
