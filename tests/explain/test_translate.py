@@ -405,6 +405,7 @@ VERL_LOSS = "actor_rollout_ref.actor.policy_loss"
     ("behind", "message"),
     [
         (["actor_rollout_ref.actor=5"], "got 5; expected a mapping"),
+        ([f"{VERL_LOSS}={{loss_mode:sapo}}", f"{VERL_LOSS}={{}}"], "stands beside a value for all of"),
         ([f"{VERL_LOSS}.loss_mode=geo_mean", f"{VERL_LOSS}={{loss_mode:sapo}}"], "stands beside a value for all of"),
     ],
 )

@@ -878,6 +878,22 @@ def test_the_breaker_sees_rules_and_opsm_together():
     assert not share_of(masked_out(bad), opsm).all_rejected
 
 
+def test_what_weighs_nothing_is_not_left():
+    """OPSM leaves the first sequence alone, and a zero bound gives a weight to the others alone."""
+    step = first_good(all_bad(random_step(5)))
+    weighed = [dataclasses.replace(x, old=[p + 5 for p in x.old]) for x in step.responses[1:]]
+    step, opsm = Step([step.responses[0], *weighed], step.behavior), {"opsm": {"delta": 0.05}}
+    assert bool(share_of(step, opsm | {"weight": {"bound": "zero"}}).all_rejected)
+    assert not share_of(step, opsm | {"weight": {"bound": "clip"}}).all_rejected
+
+
+def test_the_breaker_hears_of_rules_whose_work_opsm_goes_on_with():
+    """Rules reject everything, `keep` gives it back, and OPSM leaves a part of it."""
+    config = {"weight": None, "reject": [{"over": "mean", "upper": 1e-6}], "on_all_rejected": "keep"}
+    share = share_of(random_step(7), config | {"opsm": {"delta": 0.05}})
+    assert bool(share.all_rejected) and 0 < int((share.factor > 0).sum()) < int(share.keep.sum())
+
+
 KEPT = {"weight": None, "denominator": "kept", "opsm": {"delta": 0.05}, "reject": [{"over": "token", "upper": 1.05}]}
 
 

@@ -259,6 +259,13 @@ def test_the_clamp_acts_inside_exp_alone():
     assert found["reverse_kl_k3"] == pytest.approx(49 * math.exp(20) + 1)
 
 
+def test_the_ratio_of_a_sequence_of_segments_is_theirs():
+    """Two turns, of 0.5 * 0.5 and of 1: their mean over tokens is 0.5, where that of the tokens is 2 / 3."""
+    batch = make_batch([([-1.0, -1.0, -1.0, -1.0], [math.log(2) - 1] * 2 + [0.0, -1.0], [1, 1, 0, 1])])
+    weight = {"level": "segment", "bound": "zero", "lower": 0.6, "upper": 2.0}
+    assert step_of(batch, weight=weight)["sequence_ratio_low_fraction"] == 1.0
+
+
 @pytest.mark.parametrize("over", ["sum", "mean", "max"])
 def test_a_probability_beyond_every_float_lies_above_the_limit(over: str):
     """A trainer's log-prob of 200 is no 0: the rule drops its sequence. A masked sequence is no number at all."""

@@ -204,6 +204,13 @@ def test_a_number_is_read_by_the_whole_name_that_a_package_logs(name: str, tmp_p
     assert not judged(tmp_path, rows_of([1.3] * 9, name=f"eval/{name}"))["measured"]
 
 
+def test_miles_kl_of_0_measures_nothing(tmp_path: Path) -> None:
+    """With --use-rollout-logprobs Miles compares the engine's log-probs with themselves."""
+    assert not judged(tmp_path, rows_of([0.0] * 9, name="train/train_rollout_kl"))["measured"]
+    beside = rows_of([1e-3] * 9, name="train/mis_k3_kl", **{"train/train_rollout_kl": 0.0})
+    assert "kl_k3 is 0.001" in judged(tmp_path, beside)["parts"]["How large"]
+
+
 CALM_LOGS = {
     "rows of their own for two names of a number, as tensorboard writes them": [
         row for name in ("train/mis_step/kl_k3", "train/mis_k3_kl") for row in rows_of([1e-3] * 9, name=name)

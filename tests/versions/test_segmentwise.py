@@ -47,6 +47,12 @@ def test_off_is_standard(row: list[Token]):
     assert proximal_t(proximal, flat(row, "behavior"), none, SegmentWiseConfig(enabled=False)) is proximal
 
 
+def test_no_gradient():
+    proximal = torch.tensor([-1.0], requires_grad=True)
+    written = Written(torch.tensor([8]), torch.tensor([math.nan]), CURRENT)
+    assert not proximal_t(proximal, proximal, written, SegmentWiseConfig()).requires_grad
+
+
 # Samples that cannot be weighed.
 
 

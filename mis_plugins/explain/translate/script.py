@@ -336,6 +336,8 @@ def _merged(start: Start, dialect: Dialect, behind: set[str]) -> dict[str, Any]:
     for path, value in start.settings:
         if dialect.reads(path.lstrip("~")) and path.lstrip("~") not in behind:
             values_by_path.setdefault(path, []).append(value)
+            if path in dialect.blocks and len(values_by_path[path]) > 1:
+                raise ConfigError(f"{path}: stands twice, and Hydra joins both mappings; give it once")
     return {path: _value(values) for path, values in values_by_path.items()}
 
 
@@ -352,9 +354,7 @@ def _value(values: list[Value]) -> str | bool:
 
 
 def _alternative(value: Value) -> str:
-    if value is None:
-        return "true"
-    return f"{value.source} ({value.place}{_branch(value.branch)})"
+    return "true" if value is None else f"{value.source} ({value.place}{_branch(value.branch)})"
 
 
 def _notes(start: Start, reading: Reading) -> Iterator[str]:
@@ -464,8 +464,7 @@ class Commands(Shell):
 
     def _start(self, given: Sequence[Word]) -> Start:
         marks = enumerate(itertools.pairwise([Word("", ""), *given]))
-        begins = (i for i, (before, word) in marks if before.text == "-m" or self._is_program(word.text))
-        program = next(begins, 0)
+        program = next((i for i, (before, word) in marks if before.text == "-m" or self._is_program(word.text)), 0)
         open_words = [
             word.source
             for before, word in itertools.pairwise(given[program:])

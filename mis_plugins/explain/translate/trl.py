@@ -341,7 +341,7 @@ def _is_read(key: str) -> bool:
 
 def _whole(key: str) -> list[str]:
     """The keys that a flag may be short for; one or two letters begin too many of TRL's flags."""
-    return [name for name in READ if len(key) > 2 and name.startswith(key)]
+    return [name for name in (*READ, *OFF) if len(key) > 2 and key not in OFF and name.startswith(key)]
 
 
 def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:

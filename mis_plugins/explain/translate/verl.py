@@ -196,7 +196,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     """
     # Hydra's `+` adds a key.
     overrides = settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_read, lambda key: _full(key.lstrip("+")), _value)
-    won = _of_overrides(dict(overrides))
+    won = _of_overrides([*overrides])
     source = _said(text, set(won), asked)
     settings = {**source.settings, **won}
     given = _given(settings, won)
@@ -289,19 +289,20 @@ def _of_script(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The values of Hydra's overrides in a launch script."""
     if SECTION in settings and settings.keys() - {SECTION, ASYNC}:
         raise ConfigError(f"{SECTION}: stands beside a value for all of it; give one of them")
-    return _of_overrides(
-        {path: value if is_open(value) else of_script(path, value, _value) for path, value in settings.items()}
-    )
+    values = ((path, x if is_open(x) else of_script(path, x, _value)) for path, x in settings.items())
+    return _of_overrides([*values])
 
 
-def _of_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of Hydra's overrides, of which each may hold a mapping of several."""
-    for path, value in values.items():
+def _of_overrides(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The settings of Hydra's overrides, of which each may hold a mapping of several; none stands beside one for all of it."""
+    blocks = [path for path, _ in values if path in PARENTS]
+    for path, value in values:
         if not isinstance(value, Mapping) and not _is_ours(path):
             raise ConfigError(f"{path}: got {shown(value)}; expected a mapping")
-        if parent := next((parent for parent in PARENTS & values.keys() if path.startswith(f"{parent}.")), None):
-            raise ConfigError(f"{path}: stands beside a value for all of {parent}; give one of them")
-    return dict(_flat(values))
+        within = [block for block in blocks if f"{path}.".startswith(f"{block}.")]
+        if len(within) > (path in PARENTS):  # a block lies within itself
+            raise ConfigError(f"{path}: stands beside a value for all of {min(within)}; give one of them")
+    return dict(_flat(dict(values)))
 
 
 def _is_read(path: str) -> bool:
@@ -517,8 +518,7 @@ def _reject(draft: Draft) -> None:
             f"rollout_rs_threshold: got {len(thresholds)} for {len(names)} of rollout_rs; give one for each, or one "
             "for all"
         )
-    draft.mis.setdefault("weight", None)
-    draft.mis["reject"] = []
+    draft.mis = {"weight": None, **draft.mis, "reject": []}
     for i, (name, spec) in enumerate(zip(names, thresholds * (len(names) // len(thresholds)), strict=True)):
         unit, k = name.rsplit("_", 1)
         rule = _ratio_rule(spec) if k == "k1" else _divergence_rule(k, spec)

@@ -36,6 +36,7 @@ PEERS: dict[str, dict[str, str]] = yaml.safe_load(
 OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items()} | {
     "k3_kl": "kl_k3", "mis_kept_fraction": "kept_fraction", "mis_ess_mb": "ess",  # of our own hooks
 }  # fmt: skip
+IN_BYPASS = ("train_rollout_kl",)  # Miles's, 0 with --use-rollout-logprobs whatever the mismatch
 IN_FRONT = re.compile("^(train|actor|policy)/(loss_metrics/)?")  # what packages put before a name of theirs
 BLOCK, HEADER = 32_768, 7  # of wandb's log, which has the layout of LevelDB's
 FIXED = {1: 8, 5: 4}  # bytes of a protobuf field of a fixed size
@@ -78,7 +79,7 @@ class Points:
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
         """Add a row of a log. Where the log has one of its numbers already, the run starts anew from the step on."""
-        names = {name: our_name(name) for name in row}
+        names = {name: our_name(name) if x or not name.endswith(IN_BYPASS) else name for name, x in row.items()}
         limited, kept = {name for name, ours in names.items() if ours in LIMITS}, self.kept.setdefault(step, {})
         if not limited.isdisjoint(self.logged.get(step, ())):
             self._start_anew(step)

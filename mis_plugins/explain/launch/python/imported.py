@@ -5,6 +5,7 @@ import base64
 import os.path
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -42,10 +43,11 @@ class Imported(Functions):
             self.folder = folder = self.folder_of(given[0])
         if name in RUNS_A_FILE and given:
             given = [(*as_text(given[0]), Piece(" "), *hole("sys.argv")), *given[1:]]
-        for value in () if name in TELLS else (*given, *named.values()):
-            with self.now(folder=folder):
-                self.shell(node, value)
-            if name not in (*NAMES, "open"):
+        for value in (*given, *named.values()):
+            if name not in TELLS:
+                with self.now(folder=folder):
+                    self.shell(node, value)
+            if name not in (*NAMES, *TELLS, "open"):
                 self.hand_on(value)
             if id(value) in self.handles:
                 self.write(shown(value), self.unknown(node), adds=True)
@@ -99,8 +101,7 @@ class Imported(Functions):
         if name in MOVES and len(given) == 1:  # of a path; a text is given two
             self.write(shown(as_text(given[0])), hole(name))
         if name in WRITES:
-            is_text = name in ("write", "write_text") and given
-            written = as_text(given[0]) if is_text else hole(name)
+            written = as_text(given[0]) if given and name in ("write", "write_text") else hole(name)
             self.write(shown(owner), written, adds=name in ("write", "writelines"))
         if name == "strip" and content is None and owner:
             return owner  # blanks at its ends part no words
@@ -126,10 +127,11 @@ class Imported(Functions):
     def shell(self, node: ast.Call, command: Any) -> None:
         """A command of the shell that the launcher hands on, as one text or as words."""
         words = [item for item in command if isinstance(item, tuple)] if isinstance(command, list) else []
-        if (at := shell_of(words, "c")[1]) < len(words):  # of `bash -c TEXT`
-            words, command = [], words[at]
-        quoted = [piece for word in words for piece in (Piece("'", lines=lines_of(node)), *word, Piece("' "))]
-        text = tuple(quoted) or as_text(command)
+        quoted = [(Piece("'", lines=lines_of(node)), *word, Piece("' ")) for word in words]
+        if (at := shell_of(words, "c")[1]) < len(words):  # of `bash -c TEXT NAME ARGUMENT ...`
+            own = (Piece("set -- "), *chain(*quoted[at + 2 :]), Piece("; ")) if words[at + 2 :] else ()
+            words, quoted, command = [], [], (*own, *words[at])
+        text = tuple(chain(*quoted)) or as_text(command)
         given = [known(word) or "" for word in words] or with_holes(text).split()
         is_run = not words and known(text) and RUNS_IN_SHELL.fullmatch(ast.unparse(node.func))
         if is_run or any(map(is_train, given)) or given and given[0] in (*COPIES, *EDITS):
@@ -137,8 +139,7 @@ class Imported(Functions):
         elif any(NAMES_TRAIN.search(shown(word)) for word in words):  # as in ["ssh", HOST, TEXT]
             self.unread(node, "may start train.py too")
         elif isinstance(command, tuple):
-            sources = " ".join(piece.source for piece in command if piece.text is None)
-            named = re.findall(r"[\w./-]+", sources)
+            named = re.findall(r"[\w./-]+", " ".join(piece.source for piece in command if piece.text is None))
             if any(is_train(item) or item.rpartition(".")[2].startswith(STARTS) for item in named):
                 self.unread(node, "may start train.py too")
 
@@ -151,9 +152,8 @@ class Imported(Functions):
     def launch(self, node: ast.Call, text: Text, place: tuple[int, int]) -> None:
         for start in bash.launches(with_holes(text), self.path, self.reading):
             words, branch = tuple(with_places(start.words, text)), self.branch or start.branch
-            hosts = frozenset(self.hosts)
             folder = os.path.join(self.folder, start.folder)
-            self.found.append(Launch(node.lineno, words, hosts, place, branch, folder))
+            self.found.append(Launch(node.lineno, words, frozenset(self.hosts), place, branch, folder))
 
     def folder_of(self, value: Any) -> str:
         """The folder in which a command runs, or where it changes to; None is the one that the launcher is in."""
