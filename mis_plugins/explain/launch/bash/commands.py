@@ -140,7 +140,9 @@ class Commands(Builtins):
         if at is None or not starts or programs[:1] and programs[0] in (*LEAVES_FILES, *COPIES, *EDITS):
             self._other(node, words)
             return
-        words = [*words, *(hole(f"what {name} reads") for name in programs if name in ("xargs", "parallel"))]
+        if readers := [hole(f"what {name} reads") for name in programs if name in ("xargs", "parallel")]:
+            mark = (re.findall(r"(?<= -I) ?(\S+)", " ".join(texts[:at])) or ["{"])[-1]  # stands for what is read
+            words = [*(hole(shown(word)) if mark in shown(word) else word for word in words), *readers]
         name, arguments = node.child_by_field_name("name"), node.children_by_field_name("argument")
         ends = [child.end_byte for child in arguments if says(child) not in ('"$@"', "$@")]
         if not ends and name is not None and not re.match(r'"?\$\{?[@*\d]', says(name)):
@@ -169,10 +171,17 @@ class Commands(Builtins):
             return
         shell, _ = shell_of(words, "c")
         is_hidden = self.source == 0 and words and all(map(is_unknown, words))
+        is_hidden = is_hidden or any(self._starts(node, name) for name in sorted(names & self.functions.keys()))
         if is_hidden or NAMES_TRAIN.search(f"{says(node)} {' '.join(given)}"):
             self.unread(node, "may start train.py too")
         elif shell in (0, *range(len(given))) and words or any(word.endswith(SCRIPTS) for word in (name, *given)):
             self.unread(node, "runs another script, which is not read")
+
+    def _starts(self, node: Node, function: str) -> bool:
+        """Whether a function of the script starts a training, as `trap` and `parallel` may call it."""
+        with self.now(variables=dict(self.variables), found=[]):
+            self.attempt(lambda: self.call(node, [literal(function)]))
+            return bool(self.found)
 
     def _exit(self, node: Node, words: list[Text]) -> None:
         self.reading.ended = f": the script exits in line {self.lines(node)[0]}"

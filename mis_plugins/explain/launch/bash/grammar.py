@@ -137,6 +137,13 @@ def parts_of(node: Node, kind: str) -> Iterator[Node]:
             yield from parts_of(child, kind)
 
 
+def behind_redirects(statement: Node) -> list[Node]:
+    """Words of a command behind its redirects, as `--b` in `run > log --b`, which the parser puts beside the file."""
+    files = (part.children_by_field_name("destination")[1:] for part in parts_of(statement, "file_redirect"))
+    heredocs = (part.children_by_field_name("argument") for part in parts_of(statement, "heredoc_redirect"))
+    return sorted((word for words in (*files, *heredocs) for word in words), key=lambda word: word.start_byte)
+
+
 def clauses_of(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
     """Conditions and body of `if`, of each `elif`, and of `else`, which has no condition."""
     kinds = [child.type for child in node.children]
