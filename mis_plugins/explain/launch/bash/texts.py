@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from mis_plugins.explain.launch.bash.grammar import (
-    EXPANSIONS, QUOTED, Node, behind_redirects, blanks_before, says, set_within,
+    EXPANSIONS,
+    QUOTED,
+    Node,
+    behind_redirects,
+    blanks_before,
+    says,
+    set_within,
 )  # fmt: skip
 from mis_plugins.explain.launch.reader import Reader, Reading
 from mis_plugins.explain.launch.words import Lines, Piece, Text, fields, hole, known, literal, shown, spaced, under

@@ -47,6 +47,9 @@ class Expressions(Names):
                 return scope[node.id]
         return self.unknown(node)
 
+    def visit_Await(self, node: ast.Await) -> Any:
+        return self.visit(node.value)
+
     def visit_NamedExpr(self, node: ast.NamedExpr) -> Any:
         value = self.visit(node.value)
         self.assign(node.target, value)

@@ -7,6 +7,8 @@ import base64
 import os.path
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -14,10 +16,10 @@ from mis_plugins.config.file import INLINE
 from mis_plugins.explain.launch import bash
 from mis_plugins.explain.launch.bash.builtins import NAMES_TRAIN
 from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, shell_of
-from mis_plugins.explain.launch.python.functions import Functions
+from mis_plugins.explain.launch.python.functions import Functions, defaults_of
 from mis_plugins.explain.launch.python.names import Record, as_text, key_of, lines_of, name_of, says
 from mis_plugins.explain.launch.reader import Ended, Launch, is_train
-from mis_plugins.explain.launch.words import Piece, Text, hole, known, literal, shown, with_holes, with_places
+from mis_plugins.explain.launch.words import Piece, Text, fields, hole, known, literal, shown, with_holes, with_places
 
 STARTS = "execute_train"  # Miles's functions that begin so hand `train_args` to train.py
 GIVE_NOTHING = ("get_default_wandb_args", "get_mooncake_object_store_args")  # Miles's helpers: no flag of ours
@@ -28,6 +30,7 @@ RUNS_IN_SHELL = re.compile(r"(os|subprocess)\.\w+|(\w+\.)?exec_command")  # func
 TELLS = ("print", "debug", "info", "warning")  # functions that show a command, and start nothing
 RUNS_A_FILE = ("run_path", "run_module")  # runpy's functions, in the launcher's own process
 NAMES = ("str", "Path")  # functions that return the name of a file
+OF_FILES = (*NAMES, *MOVES, "open", "join", "exists", "isfile", "abspath", "realpath", "dirname", "basename")
 SET_ANY_NAME = ("exec", "globals", "locals")
 
 
@@ -45,6 +48,8 @@ class Imported(Functions):
         if name in RUNS_A_FILE and given:
             given = [(*as_text(given[0]), Piece(" "), *hole("sys.argv")), *given[1:]]
         for value in () if name in TELLS else (*given, *named.values()):
+            if isinstance(value, ast.FunctionDef) and name != "run":  # `typer.run` reads a command line
+                self.call_back(node, value)
             with self.now(folder=folder):
                 self.shell(node, value)
             if name not in (*NAMES, "open"):
@@ -82,6 +87,8 @@ class Imported(Functions):
             first.fields |= dict.fromkeys(names, value)
         if name == "open":
             return self.opened(text, given[1:], named)
+        if name == "join" and owner == "path":
+            return reduce(lambda folder, more: self.divided(node, folder, more), map(as_text, given))
         if owner in ("shutil", "os") and name in MOVES and len(given) > 1:
             self.write(shown(as_text(given[1])), self.unknown(node))
         if name == "Path" and len(given) > 1:
@@ -106,6 +113,8 @@ class Imported(Functions):
             self.write(shown(owner), written, adds=name in ("write", "writelines"))
         if name == "strip" and content is None and owner:
             return owner  # blanks at its ends part no words
+        if name == "split" and not given and not named:
+            return fields(owner, r"\s")
         is_plain = name in PLAINLY and not given and content is not None
         return self.reading.paid(literal(PLAINLY[name](content))) if is_plain else None
 
@@ -130,19 +139,36 @@ class Imported(Functions):
         words = [item for item in command if isinstance(item, tuple)] if isinstance(command, list) else []
         if (at := shell_of(words, "c")[1]) < len(words):  # of `bash -c TEXT`
             words, command = [], words[at]
-        quoted = [piece for word in words for piece in (Piece("'", lines=lines_of(node)), *word, Piece("' "))]
+        quoted = [piece for word in words for piece in (Piece("'", lines=lines_of(node)), *_escaped(word), Piece("' "))]
         text = tuple(quoted) or as_text(command)
-        given = [known(word) or "" for word in words] or with_holes(text).split()
+        given = [*map(with_holes, words)] or with_holes(text).split()
         is_run = not words and known(text) and RUNS_IN_SHELL.fullmatch(ast.unparse(node.func))
-        if is_run or any(map(is_train, given)) or given and given[0] in (*COPIES, *EDITS):
+        names_file = len(given) == 1 and is_train(given[0])
+        if not names_file and (is_run or any(map(is_train, given)) or given and given[0] in (*COPIES, *EDITS)):
             self.launch(node, text, (0, 0))
-        elif any(NAMES_TRAIN.search(shown(word)) for word in words):  # as in ["ssh", HOST, TEXT]
+        elif names_file and name_of(node.func) in OF_FILES:
+            return
+        elif any(NAMES_TRAIN.search(shown(word)) for word in words or [text]):  # as in ["ssh", HOST, TEXT]
             self.unread(node, "may start train.py too")
         elif isinstance(command, tuple):
             sources = " ".join(piece.source for piece in command if piece.text is None)
             named = re.findall(r"[\w./-]+", sources)
-            if any(is_train(item) or item.rpartition(".")[2].startswith(STARTS) for item in named):
+            starts = (is_train(item) or item.rpartition(".")[2].startswith(STARTS) for item in named)
+            if any(starts) or any(map(self.names_train, re.findall(r"(?<![.\w])[A-Za-z_]\w*", sources))):
                 self.unread(node, "may start train.py too")
+
+    def names_train(self, name: str) -> bool:
+        """Whether a name of the launcher holds a command that starts a training."""
+        value = self.visit_Name(ast.Name(name))
+        listed = [value] if isinstance(value, tuple) else value if isinstance(value, list) else []
+        return any(isinstance(item, tuple) and NAMES_TRAIN.search(with_holes(item)) for item in listed)
+
+    def call_back(self, node: ast.Call, function: ast.FunctionDef) -> None:
+        """Read a function that another one gets, which may call it, once."""
+        if function not in self.called_back:
+            self.called_back.add(function)
+            named = dict.fromkeys((parameter.arg for parameter, _ in defaults_of(function)), self.unknown(node))
+            self.fork(says(node), lambda: self.call(function, [], named), lambda: None)
 
     def hand_on(self, value: Any) -> None:
         """Keep the words that a function gets, which may name a file that it writes; those of a start do not."""
@@ -165,3 +191,8 @@ class Imported(Functions):
         """The bytes of an expression in the launcher."""
         last, column = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self.starts[node.lineno - 1] + node.col_offset, self.starts[last - 1] + column
+
+
+def _escaped(word: Text) -> Text:
+    """A word as single quotes hold it."""
+    return tuple(replace(piece, text=piece.text and piece.text.replace("'", r"'\''")) for piece in word)

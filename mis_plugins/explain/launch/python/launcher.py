@@ -132,9 +132,12 @@ class Launcher(Imported):
 
     def some_rounds(self, node: ast.For | ast.While, label: str) -> None:
         """A loop whose number of rounds is not known: one round tells what it starts."""
-        value = self.unknown(node.target if isinstance(node, ast.For) else node.test)
+        value, count = self.unknown(node.target if isinstance(node, ast.For) else node.test), len(self.found)
         self.fork(label, lambda: self.rounds(node, [value]), lambda: self.block(node.orelse))
         self.forget(*node.body)
+        if len(self.found) > count:  # a start in a later round is given what the rounds before have set
+            self.fork(label, lambda: self.rounds(node, [value]), lambda: None)
+            self.forget(*node.body)
 
     def rounds(self, node: ast.For | ast.While, values: Sequence[Any]) -> None:
         with self.now(round=self.forks):
