@@ -19,7 +19,18 @@ from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, shell_of
 from mis_plugins.explain.launch.python.functions import Functions, defaults_of
 from mis_plugins.explain.launch.python.names import Record, as_text, key_of, lines_of, name_of, says
 from mis_plugins.explain.launch.reader import Ended, Launch, is_train
-from mis_plugins.explain.launch.words import Piece, Text, fields, hole, known, literal, shown, with_holes, with_places
+from mis_plugins.explain.launch.words import (
+    HOLE,
+    Piece,
+    Text,
+    fields,
+    hole,
+    known,
+    literal,
+    shown,
+    with_holes,
+    with_places,
+)
 
 STARTS = "execute_train"  # Miles's functions that begin so hand `train_args` to train.py
 GIVE_NOTHING = ("get_default_wandb_args", "get_mooncake_object_store_args")  # Miles's helpers: no flag of ours
@@ -48,8 +59,9 @@ class Imported(Functions):
         if name in RUNS_A_FILE and given:
             given = [(*as_text(given[0]), Piece(" "), *hole("sys.argv")), *given[1:]]
         for value in () if name in TELLS else (*given, *named.values()):
-            if isinstance(value, ast.FunctionDef) and name != "run":  # `typer.run` reads a command line
+            if isinstance(value, ast.FunctionDef):
                 self.call_back(node, value)
+                continue
             with self.now(folder=folder):
                 self.shell(node, value)
             if name not in (*NAMES, "open"):
@@ -148,7 +160,9 @@ class Imported(Functions):
             self.launch(node, text, (0, 0))
         elif names_file and name_of(node.func) in OF_FILES:
             return
-        elif any(NAMES_TRAIN.search(shown(word)) for word in words or [text]):  # as in ["ssh", HOST, TEXT]
+        elif any(NAMES_TRAIN.search(shown(word)) for word in words):  # as in ["ssh", HOST, TEXT]
+            self.unread(node, "may start train.py too")
+        elif any(is_train(word.partition(HOLE)[0]) for word in given):  # a text that goes on
             self.unread(node, "may start train.py too")
         elif isinstance(command, tuple):
             sources = " ".join(piece.source for piece in command if piece.text is None)
@@ -160,12 +174,12 @@ class Imported(Functions):
     def names_train(self, name: str) -> bool:
         """Whether a name of the launcher holds a command that starts a training."""
         value = self.visit_Name(ast.Name(name))
-        listed = [value] if isinstance(value, tuple) else value if isinstance(value, list) else []
-        return any(isinstance(item, tuple) and NAMES_TRAIN.search(with_holes(item)) for item in listed)
+        words = value if isinstance(value, list) else fields(as_text(value))
+        return bool(words[1:]) and any(is_train(with_holes(word)) for word in words if isinstance(word, tuple))
 
     def call_back(self, node: ast.Call, function: ast.FunctionDef) -> None:
         """Read a function that another one gets, which may call it, once."""
-        if function not in self.called_back:
+        if function not in self.called_back and name_of(node.func) != "run":  # `typer.run` reads a command line
             self.called_back.add(function)
             named = dict.fromkeys((parameter.arg for parameter, _ in defaults_of(function)), self.unknown(node))
             self.fork(says(node), lambda: self.call(function, [], named), lambda: None)
