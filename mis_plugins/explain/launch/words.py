@@ -68,6 +68,15 @@ def spaced(words: Iterable[Text]) -> Text:
     return tuple(pieces)
 
 
+def in_quotes(words: Iterable[Text], lines: Lines) -> Text:
+    """The words of a list as one command line of a shell."""
+    ends = Piece("'", lines=lines), Piece("' ", lines=lines)
+    escaped = (
+        [replace(piece, text=piece.text and piece.text.replace("'", r"'\''")) for piece in word] for word in words
+    )
+    return tuple(piece for word in escaped for piece in (ends[0], *word, ends[1]))
+
+
 def fields(text: Text, blanks: str = "[ \t\n]") -> list[Text]:
     """The words of a text, cut at blanks."""
     words: list[list[Piece]] = [[]]

@@ -13,18 +13,9 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.bash import grammar
 from mis_plugins.explain.launch.bash.builtins import DECLARES, FILLS, NAMES_TRAIN
 from mis_plugins.explain.launch.bash.commands import COMMANDS, Commands, RoundEnded, shell_of
-from mis_plugins.explain.launch.bash.grammar import (
-    ENDS_ROUND,
-    EXPANSIONS,
-    QUOTED,
-    Node,
-    is_bare,
-    one_line,
-    parts_of,
-    says,
-)
+from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, EXPANSIONS, QUOTED, Node, one_line, parts_of, says
 from mis_plugins.explain.launch.bash.texts import EXPORTED, TEXT, depends, is_one, maybe
-from mis_plugins.explain.launch.reader import Clause, all_of, any_of
+from mis_plugins.explain.launch.reader import UNCALLED, Clause, all_of, any_of
 from mis_plugins.explain.launch.words import HOLE, hole, known, literal, shown
 
 # The condition of a loop that takes the arguments one by one, as `$# -gt 0`, `(( $# ))` or `-n "${1:-}"`.
@@ -52,6 +43,9 @@ class Shell(Commands):
             self.attempt(lambda: self.run_text(script))
         except RecursionError:
             raise ConfigError("nested deeper than any launch script; give the part that starts the training") from None
+        for body, source in self.functions.values():
+            if source == 0 and (source, body.id) not in self.ran and self.may_start(says(body)):
+                self.unread(body.parent or body, UNCALLED)
 
     def run(self, node: Node) -> None:
         self.reading.spend()
@@ -162,7 +156,7 @@ class Shell(Commands):
             inner = self.truth(last)
             return None if inner is None else not inner
         text = self._tested(last) if sign in ("-n", "-z") else None
-        return None if text is None else (text == "") == (sign == "-z") or is_bare(last) and text == ""
+        return None if text is None else (text == "") == (sign == "-z") or grammar.is_bare(last) and text == ""
 
     def _compared(self, sign: str, left: Node, right: Node) -> bool | None:
         if sign in ("&&", "||"):
@@ -175,7 +169,7 @@ class Shell(Commands):
             both = tested, known(self.text(right)) or ""
             are_plain = all(re.fullmatch(r"0|-?[1-9]\d{0,17}", number) for number in both)
             return getattr(operator, sign[1:])(*map(int, both)) if are_plain else None
-        if "" in [known(self.text(side)) for side in (left, right) if is_bare(side)]:
+        if "" in [known(self.text(side)) for side in (left, right) if grammar.is_bare(side)]:
             return False  # bash ends the test with an error
         fits = matches(tested, self._pattern(right))
         return None if fits is None else fits == (sign != "!=")
@@ -186,7 +180,7 @@ class Shell(Commands):
         empty = re.fullmatch(r"\$\{(\w+):?-\}", text[0].source) if len(text) == 1 and not depends(text) else None
         if empty is None:
             words = known(text)
-            return None if words and is_bare(node) and words.split() != [words] else words
+            return None if words and grammar.is_bare(node) and words.split() != [words] else words
         while top.parent is not None and top.parent.parent is not None:
             top = top.parent
         source = says(top)

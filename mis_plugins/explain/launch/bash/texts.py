@@ -11,15 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mis_plugins.explain.launch.bash.grammar import (
-    EXPANSIONS,
-    QUOTED,
-    Node,
-    behind_redirects,
-    blanks_before,
-    says,
-    set_within,
-)  # fmt: skip
+from mis_plugins.explain.launch.bash import grammar
+from mis_plugins.explain.launch.bash.grammar import EXPANSIONS, QUOTED, Node, blanks_before, says, set_within
 from mis_plugins.explain.launch.reader import Reader, Reading
 from mis_plugins.explain.launch.words import Lines, Piece, Text, fields, hole, known, literal, shown, spaced, under
 
@@ -183,7 +176,7 @@ class Texts(Reader):
         name, parent = node.child_by_field_name("name"), node.parent
         whole = parent if parent is not None and parent.type == "redirected_statement" else node
         own = [*(name.named_children if name else ()), *node.children_by_field_name("argument")]
-        return self.joined(whole, [*own, *behind_redirects(whole)])
+        return self.joined(whole, [*own, *grammar.behind_redirects(whole)])
 
     def joined(self, node: Node, parts: list[Node]) -> list[Text]:
         """The words of parts; one with a backslash behind it goes on where the next line begins without a blank.

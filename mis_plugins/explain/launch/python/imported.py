@@ -7,30 +7,18 @@ import base64
 import os.path
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from pathlib import PurePosixPath
 from typing import Any
 
 from mis_plugins.config.file import INLINE
-from mis_plugins.explain.launch import bash
+from mis_plugins.explain.launch import bash, words
 from mis_plugins.explain.launch.bash.builtins import NAMES_TRAIN
 from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, shell_of
-from mis_plugins.explain.launch.python.functions import Functions, defaults_of
+from mis_plugins.explain.launch.python.functions import Functions
 from mis_plugins.explain.launch.python.names import Record, as_text, key_of, lines_of, name_of, says
 from mis_plugins.explain.launch.reader import Ended, Launch, is_train
-from mis_plugins.explain.launch.words import (
-    HOLE,
-    Piece,
-    Text,
-    fields,
-    hole,
-    known,
-    literal,
-    shown,
-    with_holes,
-    with_places,
-)
+from mis_plugins.explain.launch.words import HOLE, Piece, Text, fields, hole, known, literal, shown, with_holes
 
 STARTS = "execute_train"  # Miles's functions that begin so hand `train_args` to train.py
 GIVE_NOTHING = ("get_default_wandb_args", "get_mooncake_object_store_args")  # Miles's helpers: no flag of ours
@@ -148,54 +136,54 @@ class Imported(Functions):
 
     def shell(self, node: ast.Call, command: Any) -> None:
         """A command of the shell that the launcher hands on, as one text or as words."""
-        words = [item for item in command if isinstance(item, tuple)] if isinstance(command, list) else []
-        if (at := shell_of(words, "c")[1]) < len(words):  # of `bash -c TEXT`
-            words, command = [], words[at]
-        quoted = [piece for word in words for piece in (Piece("'", lines=lines_of(node)), *_escaped(word), Piece("' "))]
-        text = tuple(quoted) or as_text(command)
-        given = [*map(with_holes, words)] or with_holes(text).split()
-        is_run = not words and known(text) and RUNS_IN_SHELL.fullmatch(ast.unparse(node.func))
-        names_file = len(given) == 1 and is_train(given[0])
-        if not names_file and (is_run or any(map(is_train, given)) or given and given[0] in (*COPIES, *EDITS)):
-            self.launch(node, text, (0, 0))
-        elif names_file and name_of(node.func) in OF_FILES:
-            return
-        elif any(NAMES_TRAIN.search(shown(word)) for word in words):  # as in ["ssh", HOST, TEXT]
+        listed = [item for item in command if isinstance(item, tuple)] if isinstance(command, list) else []
+        if (at := shell_of(listed, "c")[1]) < len(listed):  # of `bash -c TEXT`
+            listed, command = [], listed[at]
+        text = words.in_quotes(listed, lines_of(node)) or as_text(command)
+        given = [*map(with_holes, listed)] or with_holes(text).split()
+        is_run = not listed and known(text) and RUNS_IN_SHELL.fullmatch(ast.unparse(node.func))
+        if len(given) == 1 and is_train(given[0]):  # the name of the file alone
+            may_start = name_of(node.func) not in OF_FILES
+        elif is_run or any(map(is_train, given)) or given and given[0] in (*COPIES, *EDITS):
+            return self.launch(node, text, (0, 0))
+        elif listed:  # as in ["ssh", HOST, TEXT]
+            may_start = any(NAMES_TRAIN.search(shown(word)) for word in listed)
+        else:
+            may_start = isinstance(command, tuple) and self.may_start(command)
+        if may_start:
             self.unread(node, "may start train.py too")
-        elif any(is_train(word.partition(HOLE)[0]) for word in given):  # a text that goes on
-            self.unread(node, "may start train.py too")
-        elif isinstance(command, tuple):
-            sources = " ".join(piece.source for piece in command if piece.text is None)
-            named = re.findall(r"[\w./-]+", sources)
-            starts = (is_train(item) or item.rpartition(".")[2].startswith(STARTS) for item in named)
-            if any(starts) or any(map(self.names_train, re.findall(r"(?<![.\w])[A-Za-z_]\w*", sources))):
-                self.unread(node, "may start train.py too")
 
-    def names_train(self, name: str) -> bool:
+    def may_start(self, text: Text) -> bool:
+        """Whether a text may start a training: it goes on behind train.py, or is made from a text that starts one."""
+        sources = " ".join(piece.source for piece in text if piece.text is None)
+        named = re.findall(r"[\w./-]+", sources)
+        starts = (is_train(item) or item.rpartition(".")[2].startswith(STARTS) for item in named)
+        goes_on = (is_train(word.partition(HOLE)[0]) for word in with_holes(text).split())
+        return any(goes_on) or any(starts) or any(map(self.names_command, re.findall(r"(?<![.\w])\w+", sources)))
+
+    def names_command(self, name: str) -> bool:
         """Whether a name of the launcher holds a command that starts a training."""
         value = self.visit_Name(ast.Name(name))
-        words = value if isinstance(value, list) else fields(as_text(value))
-        return bool(words[1:]) and any(is_train(with_holes(word)) for word in words if isinstance(word, tuple))
+        command = value if isinstance(value, list) else fields(as_text(value))
+        return bool(command[1:]) and any(is_train(with_holes(word)) for word in command if isinstance(word, tuple))
 
     def call_back(self, node: ast.Call, function: ast.FunctionDef) -> None:
-        """Read a function that another one gets, which may call it, once."""
-        if function not in self.called_back and name_of(node.func) != "run":  # `typer.run` reads a command line
-            self.called_back.add(function)
-            named = dict.fromkeys((parameter.arg for parameter, _ in defaults_of(function)), self.unknown(node))
-            self.fork(says(node), lambda: self.call(function, [], named), lambda: None)
+        """Read a function that another one gets, which may call it with any arguments, unless it is read already."""
+        if function not in self.called and name_of(node.func) != "run":  # `typer.run` reads a command line
+            self.fork(says(node), lambda: self.call(function, [], {}, is_sure=False), lambda: None)
 
     def hand_on(self, value: Any) -> None:
         """Keep the words that a function gets, which may name a file that it writes; those of a start do not."""
         texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, tuple)]
-        words = {word for item in texts for word in shown(item).split()}
-        self.reading.handed |= set() if any(map(is_train, words)) else words
+        named = {word for item in texts for word in shown(item).split()}
+        self.reading.handed |= set() if any(map(is_train, named)) else named
 
     def launch(self, node: ast.Call, text: Text, place: tuple[int, int]) -> None:
         for start in bash.launches(with_holes(text), self.path, self.reading):
-            words, branch = tuple(with_places(start.words, text)), self.branch or start.branch
+            given, branch = tuple(words.with_places(start.words, text)), self.branch or start.branch
             hosts = frozenset(self.hosts)
             folder = os.path.join(self.folder, start.folder)
-            self.found.append(Launch(node.lineno, words, hosts, place, branch, folder))
+            self.found.append(Launch(node.lineno, given, hosts, place, branch, folder))
 
     def folder_of(self, value: Any) -> str:
         """The folder in which a command runs, or where it changes to; None is the one that the launcher is in."""
@@ -205,8 +193,3 @@ class Imported(Functions):
         """The bytes of an expression in the launcher."""
         last, column = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self.starts[node.lineno - 1] + node.col_offset, self.starts[last - 1] + column
-
-
-def _escaped(word: Text) -> Text:
-    """A word as single quotes hold it."""
-    return tuple(replace(piece, text=piece.text and piece.text.replace("'", r"'\''")) for piece in word)
