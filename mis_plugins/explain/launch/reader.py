@@ -125,7 +125,7 @@ class Reader(ABC):
 
     def __init__(self, reading: Reading):
         self.reading = reading
-        self.found: list[Launch] = []
+        self.found: list[Any] = []
         self.depth = 0
         self.branch: str | None = None
         self.returned: list[tuple[str, Any]] = []

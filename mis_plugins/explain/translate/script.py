@@ -243,7 +243,7 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
     commands = Commands(dialect, asked.path, reading)
     commands.run_script(text, asked.arguments)
     commands.check_bash()
-    starts = list(dict.fromkeys(commands.starts))
+    starts = list(dict.fromkeys(commands.found))
     if commands.others and not starts and not commands.scripts:
         words = commands.others[0]
         other = " ".join(word.source for word in words)
@@ -369,7 +369,7 @@ def _notes(start: Start, reading: Reading) -> Iterator[str]:
 class Commands(Shell):
     """The commands of a script that start a training, and which literals reach them.
 
-    starts: what a command gives to a training.
+    found: what a command gives to a training.
     scripts: other shell scripts that it starts.
     others: trainers of the framework that it starts and that correct nothing.
     read: by number of the text, begin and end of the literals that a start is given.
@@ -380,7 +380,6 @@ class Commands(Shell):
     def __init__(self, dialect: Dialect, path: Path, reading: Reading):
         super().__init__(path, reading)
         self.dialect = dialect
-        self.starts: list[Start] = []
         self.scripts: list[str] = []
         self.others: list[tuple[Word, ...]] = []
         self.read: set[tuple[int, int, int]] = set()
@@ -424,7 +423,7 @@ class Commands(Shell):
         self.scripts += [script] if script and script not in self.scripts else []
         paths = [path for path, _ in self.dialect.settings(given)]
         if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in no_values(given)):
-            self.starts.append(replace(self._start(given), script=script))
+            self.found.append(replace(self._start(given), script=script))
             self._give(words)
         else:
             self._may_change(node, given)
