@@ -133,17 +133,10 @@ class Reader(ABC):
     @abstractmethod
     def scopes(self) -> list[dict[str, Any]]:
         """The names that a branch may set, by scope."""
-        ...
 
     @abstractmethod
     def working_folder(self) -> str:
         """The folder that the script has changed to, from the one where it is started."""
-        ...
-
-    def remember(self, branch: str, ended: Ended) -> None:
-        """Keep what one of two branches returns."""
-        if isinstance(ended, Returned):
-            self.returned.append((branch, ended.value))
 
     def write(self, file: str, text: Text, adds: bool = False) -> None:
         """Keep what the script writes into a file; what only a branch writes is not sure."""
@@ -191,13 +184,13 @@ class Reader(ABC):
         if isinstance(ended, Returned) and ended_other and not isinstance(ended_other, Returned):
             self._restore(first)
             raise ended  # the other branch ends the script
-        if ended:
-            self.remember(label, ended)
+        if isinstance(ended, Returned):
+            self.returned.append((label, ended.value))
         if ended and ended_other:
             raise ended_other
         if ended_other:
             self._restore(first)
-            self.remember(f"not: {label}", ended_other)
+            self.returned += [(f"not: {label}", ended_other.value)] if isinstance(ended_other, Returned) else []
         elif not ended:
             joined: Joined = {}
             for scope, names in zip(self.scopes(), first, strict=False):  # a branch may open scopes of its own

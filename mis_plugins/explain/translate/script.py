@@ -284,7 +284,7 @@ def _chosen(starts: Sequence[Start], dialect: Dialect, behind: set[str], line: i
     if asked and all(settings == own[asked[0]] for settings in own.values()):
         return asked[0]
     starts_in_words = "; ".join(
-        f"line {_lines(start)}{_branch(start.branch)}: {_listed(start, dialect)}" for start in starts
+        f"line {_lines(each)}{_branch(each.branch)}: {_listed(each, dialect)}" for each in starts
     )
     by_line = "choose one by --line N, " if len({start.lines for start in starts}) == len(starts) else ""
     raise ConfigError(
@@ -552,9 +552,7 @@ class Commands(Shell):
                 paths = (path for at, path in self.elsewhere.items() if at[0] == number and at[1] <= begin < at[2])
                 named = f"{key} but as {path}" if not idle and (path := next(paths, "")) else key
                 (skipped if idle else refused).setdefault(f"{_place(number, chain)}{idle}", {})[named] = None
-        sentences = (
-            [f"{', '.join(keys)} in {place}" for place, keys in by_place.items()] for by_place in (refused, skipped)
-        )
+        sentences = ([f"{', '.join(keys)} in {place}" for place, keys in part.items()] for part in (refused, skipped))
         return next(sentences), next(sentences)
 
     def _idle(self, number: int, root: Node, chain: Sequence[Node], seen: set[str]) -> str:
@@ -672,9 +670,8 @@ def _is_harmless(chain: Sequence[Node]) -> bool:
         return False
     files = [one_line(child) for child in parts_of(outer, "file_redirect")]
     is_idle = "heredoc_body" in kinds and re.match(r":? *<<", one_line(outer))  # a comment over some lines
-    return (is_idle or one_line(outer).split(" ")[0] in PRINTS) and all(
-        ">&" in file or "/dev/" in file for file in files
-    )
+    prints = is_idle or one_line(outer).split(" ")[0] in PRINTS
+    return prints and all(">&" in file or "/dev/" in file for file in files)
 
 
 def _place(number: int, chain: Sequence[Node]) -> str:

@@ -228,9 +228,8 @@ class Builtins(Texts):
         elif any(shown(word)[:1] == "-" and "a" in shown(word) for word in words):  # read -ra NAME
             value = fields(text)
         for name in names:
-            self.variables[name] = (
-                value if isinstance(value, list) else self._stored(node, self.variables.get(name), value)
-            )
+            is_array = isinstance(value, list)
+            self.variables[name] = value if is_array else self._stored(node, self.variables.get(name), value)
 
     def _set(self, node: Node, words: list[Text]) -> None:
         """`set -- WORD ...`, which sets the script's own arguments, unless `${!NAME}` finds no name and it fails."""

@@ -109,9 +109,7 @@ class Commands(Builtins):
             others = {assigned: hole(shown(word)) for assigned in re.findall(r"(\w+)=", shown(word))}
             own |= {name: value, f"-x {name}": EXPORTED} if name else others
         own_name = next(iter(given), hole("$0"))
-        exported = {
-            name: body for name, body in self.functions.items() if is_given and self.variables.get(f"-x {name}")
-        }
+        exported = {key: body for key, body in self.functions.items() if is_given and self.variables.get(f"-x {key}")}
         with self.now(variables=own, functions=exported, locals=None, own_name=own_name):
             self.attempt(lambda: self.evaluate(text))
 
@@ -278,22 +276,13 @@ class Commands(Builtins):
         return script
 
 
+OF_BASH = ("source", "eval", "exit", "return", "trap", "cd", "pushd", "popd", "set", "shift", "shopt")
 COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {
-    "source": Commands._source,
+    **{name: getattr(Commands, f"_{name}") for name in OF_BASH},
     ".": Commands._source,
-    "eval": Commands._eval,
-    "exit": Commands._exit,
-    "cd": Commands._cd,
-    "pushd": Commands._pushd,
-    "popd": Commands._popd,
     **dict.fromkeys(("exec", "time"), lambda shell, node, words: shell.call(node, words)),
-    "return": Commands._return,
     **dict.fromkeys(ENDS_ROUND, Commands._end_round),
     **dict.fromkeys(("command", "builtin"), Commands._past_functions),
-    "trap": Commands._trap,
-    "shift": Commands._shift,
-    "shopt": Commands._shopt,
-    "set": Commands._set,
 }
 
 

@@ -172,13 +172,9 @@ def of_lines_before(node: Node) -> list[Node]:
 
 def is_cut(node: Node) -> bool:
     """Whether the parser takes a part of an assignment's value, `A=x\\$B`, for the command behind it."""
-    source, parts = node.text or b"", pairwise(node.children)
-    behind = (
-        source[first.end_byte - node.start_byte : second.start_byte - node.start_byte]
-        for first, second in parts
-        if first.type == "variable_assignment"
-    )
-    return any(not between.replace(b"\\\n", b"") for between in behind)
+    source, start, parts = node.text or b"", node.start_byte, pairwise(node.children)
+    gaps = [(first.end_byte, second.start_byte) for first, second in parts if first.type == "variable_assignment"]
+    return any(not source[begin - start : end - start].replace(b"\\\n", b"") for begin, end in gaps)
 
 
 def ends_early(node: Node) -> bool:

@@ -232,9 +232,8 @@ class Shell(Commands):
             changed = [name for name, value in self.variables.items() if before.get(name) != value]
             for name in changed if grammar.ends_early(body) else {"@"}.intersection(changed):  # which rounds use up
                 is_array = isinstance(before.get(name), list) or isinstance(self.variables[name], list)
-                self.variables[name] = (
-                    [maybe(f"${name}", self.lines(node))] if is_array else hole(f"${name}", self.lines(node))
-                )
+                lost = (maybe if is_array else hole)(f"${name}", self.lines(node))
+                self.variables[name] = [lost] if is_array else lost
 
     def fork(self, label: str, then: Callable[[], object], otherwise: Callable[[], object]) -> None:
         with self.now(is_sure_round=False):
@@ -316,11 +315,8 @@ class Shell(Commands):
                     self._tee(words, printed)
                     pipe = None if words is given else pipe
         self.run_all(pipe.named_children if pipe is not None else ())
-        self.run_all(
-            right
-            for redirect in parts_of(node, "heredoc_redirect")
-            for right in redirect.children_by_field_name("right")
-        )
+        for redirect in parts_of(node, "heredoc_redirect"):
+            self.run_all(redirect.children_by_field_name("right"))
 
 
 def matches(text: str, pattern: str) -> bool | None:

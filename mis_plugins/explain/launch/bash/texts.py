@@ -133,7 +133,6 @@ class Texts(Reader):
     @abstractmethod
     def run(self, node: Node) -> None:
         """Read a statement."""
-        ...
 
     def settle(self, node: Node) -> None:
         """Forget the variables that a statement sets in the midst of its words, less those whose default was read."""
@@ -393,7 +392,6 @@ class Texts(Reader):
     @abstractmethod
     def _substituted(self, node: Node) -> Text:
         """The output of commands within a word."""
-        ...
 
 
 TEXT: dict[str, Callable[[Texts, Node], Text]] = {

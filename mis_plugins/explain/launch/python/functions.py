@@ -121,11 +121,8 @@ class Functions(Expressions):
         return {name for name in names if not isinstance(self.globals.get(name), ast.ClassDef)}
 
     def method(self, owner: Record, name: str) -> ast.FunctionDef | None:
-        parts = [part for kind in self.lineage(owner.node) for part in reversed(kind.body)]
-        return next(
-            (statement for statement in parts if isinstance(statement, ast.FunctionDef) and statement.name == name),
-            None,
-        )
+        parts = (part for kind in self.lineage(owner.node) for part in reversed(kind.body))
+        return next((part for part in parts if isinstance(part, ast.FunctionDef) and part.name == name), None)
 
     def lineage(self, node: ast.ClassDef) -> list[ast.ClassDef]:
         """A class of the launcher and those that it inherits from, the nearest first."""
