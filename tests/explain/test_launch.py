@@ -185,6 +185,11 @@ TOLD = [
     (MIS, f"cat more | parallel -j1 python3 train.py {FULL}", (), 0, "what parallel reads may give more flags"),
     (MIS, f"import miles.utils as U\nU.execute_train(f'{{more()}}--lr 1 {FULL}')", (), 0, "more()--lr may give more"),
     (MIS, ARMS, (), 1, "no diff: "),
+    *((MIS, f"A='{FULL}'\n{loop}; done", (), 2, "--use-tis (line 1): there only if this holds: not: while")
+      for loop in ("while next; do python3 train.py $A; A=", "while ! python3 train.py $A; do A=")),  # in later rounds
+    (MIS, f"import os\na = '{FULL}'\nwhile NOW():\n  os.system('python3 train.py ' + a)\n  a = ''", (), 1, "no diff: "),
+    *((MIS, f"f() {{ python3 train.py --lr 1; }}\n{line}\npython3 train.py {FULL}", (), 0, "may start train.py too")
+      for line in ("trap f EXIT", "export -f f; parallel f ::: 1 2", "g_$X", "f_$X || true")),
     (MIS, f"python3 train.py -- {FULL}", (), 1, "the host takes nothing behind -- for a flag"),
     (MIS, f"python3 train.py --train-backend fsdp {FULL}", ("--host", "miles"), 1, "the script trains with fsdp"),
     (MIS, f"python3 train.py {FULL}", ("--host", "torchtitan"), 0, "the script trains with megatron, by default"),
@@ -225,6 +230,16 @@ TOLD = [
     (MIS, f"{START}subprocess.run(['ssh', 'host', 'python3 train.py --lr 1'])", (), 0, "may start train.py too"),
     (MIS, f"import sys\n{START}runpy.run_path('train.py')", (), 1, "sys.argv may give more flags"),
     (MIS, f"print('python3 train.py')\n{START}", (), 0, "nothing has to change"),
+    *((MIS, f"{START}{line}", (), 0, "may start train.py too") for line in (
+        "T = 'python3 train.py {}'\nos.system(T.format(1))", "C = 'python3 train.py'\nC += ' %s' % A\nos.system(C)",
+        "C = ['python3', 'train.py', 1]\nsubprocess.run(C[:2] + D)", "add_argument('--file', default='train.py')",
+        "def f(*a): subprocess.run(['python3', 'train.py', *a])\nf(*more())",
+        "class A:\n  def f(self): os.system('python3 train.py')\nThread(target=A().f).start()",
+        "def f(): os.system('python3 train.py')\n{1: f}[N]()",
+    )),
+    (MIS, f"{START}def f(a='--b'): os.system(f'python3 train.py {{a}}')\nThread(target=f, args=A)", (), 1,
+     "only if this holds: Thread(target=f, args=A)"),
+    (MIS, f"import os\nos.path.exists('train.py')\nopen('train.py')\n{START}", (), 0, NONE),
     (MIS, f"{START}subprocess.run(['python3', 'train.py'] + more())", (), 0, "may start train.py too"),
     (MIS, f"{START}A = ['python3', 'train.py']\nA.extend(more())\nsubprocess.run(A)", (), 0, "may be started too"),
     *((MIS, f"{line}\npython3 train.py {FULL}", (), 0, NONE) for line in (
@@ -234,6 +249,7 @@ TOLD = [
     (MIS, f"bash -c \"$(cat x)\"\npython3 train.py {FULL}", (), 0, 'bash -c "$(cat x)": its text is not known'),
     (MIS, f"$(cat x)\npython3 train.py {FULL}", (), 0, "$(cat x): may start train.py too"),
     (MIS, f"f() {{ python3 train.py --lr 1; }}\nbash -c f\npython3 train.py {FULL}", (), 0, NONE),
+    (MIS, f"declare -n R=A\nA=({FULL})\nR+=(--lr 1)\npython3 train.py ${{A[@]}}", (), 0, "line 3: R+=(--lr 1): which"),
     *((MIS, f"f() {{ python3 train.py $*; }}\n{line}\nbash -c 'f {FULL}'", (), 0, NONE) for line in (
         "export -f f", "declare -fx f", "set -a; f() { python3 train.py $*; }",
     )),
@@ -418,6 +434,19 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
         *((f"s() {{ {line}; }}\ns A --a\npython train.py $A", ["--a"]) for line in (
             'export "$1"="$2"', 'declare -g "$1=$2"', 'declare -g ${1}="$2"',
         )),
+        # words behind a redirect or a heredoc belong to the command
+        *((f"python train.py --a {line}", ["--a", "--b", "c"]) for line in (
+            "2>&1 >log --b c", "> log --b 2>&1 c | tee x", ">log 2>&1 \\\n --b c &", "<<E --b c\nx\nE",
+        )),
+        # a part of an evaluated text that is not known stays so in single quotes
+        *((f"{shell} \"python train.py --a '$NOPE' --b '$NOPE/c'\"", ["--a", HOLE, "--b", f"{HOLE}/c"])
+          for shell in ("bash -c", "A='x'; sh -c", "srun bash -lc")),
+        ("bash <<E\npython train.py --a '$NOPE' $'$NOPE'\nE", ["--a", HOLE, HOLE]),
+        ("seq 2 | xargs -I% python train.py --a % --b x%.y", ["--a", HOLE, "--b", HOLE, HOLE]),
+        ('import subprocess\nsubprocess.run(["python", "train.py", "it\'s", "a\'", "--b"])', ["it's", "a'", "--b"]),
+        ('import subprocess\nsubprocess.run("python train.py --a\\t1".split())', ["--a", "1"]),
+        ('import os, subprocess\np = os.path.join(HERE, "train.py")\nsubprocess.run(["python", p, "--a"])', ["--a"]),
+        ("import m\nasync def f():\n  async with g():\n    await h('python train.py --a')\nm.run(f())", ["--a"]),
         # what the parser of bash cuts in two, or leaves in a word, is not taken for known
         *((f"A=1\n{line}\npython train.py ${{A}}", [HOLE]) for line in (
             "A=$x'q'\\\n.c", "A+=\"q\"\\$B", "A=${B}\\n$#", "A=`nproc`$((1 + 1))\\$B", "A=${B:-`nproc`}",

@@ -207,6 +207,11 @@ GIVEN: list[tuple[ModuleType, str, Sequence[str], Asked, Expected]] = [
           ("shopt -s nocasematch; shopt nocasematch; case A in a) T=3;; esac", "decides rollout_is_threshold"),
           ("builtin export T=3", r"decides rollout_is_threshold: \$T"),
           ("trap 'T=3' DEBUG", r"decides rollout_is_threshold: \$T"))),
+    # a later round of a loop, and another name of an array
+    (verl, f"T=2\nwhile next; do {TRAIN} {IS}rollout_is=token {IS}rollout_is_threshold=$T; T=5; done", (), ASKED,
+     "2 starts of verl with different settings"),
+    (verl, f"declare -n R=A\nA=({WEIGHT})\nR+=({IS}rollout_is_threshold=5)\n{TRAIN} ${{A[@]}}", (), ASKED,
+     r"not read: R\+="),
     # branches are asked, and overrides win
     (ms_swift, BRANCHES, (), ASKED, "2 starts of ms-swift .*line 2, only if .*sequence_mask.*line 4, .*token_tru"),
     (ms_swift, BRANCHES, (f"{MODE}=token_mask", f"{THRESHOLD}=3"), ASKED, TOKEN_MASK),

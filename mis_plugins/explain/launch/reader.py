@@ -14,6 +14,7 @@ from mis_plugins.shared.budget import VALUES, Clock
 PACKAGES = {"miles", "slime", "vime"}  # of the hosts whose launch scripts are read
 HERE = ("$PWD", "${PWD}", "$(pwd)")  # the folder where a script is started
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")  # endings of what a shell reads
+UNCALLED = "may start train.py too, and no call of it is seen"
 DEEPEST = 32  # functions, sourced files and evaluated texts within one another
 Joined = dict[tuple[int, int], tuple[Any, Any, Any]]  # of two branches: the values of either, and both in one
 Clause = tuple[str, bool | None, Callable[[], object]]  # a condition, whether it holds where that is known, the work
@@ -122,7 +123,7 @@ class Reader(ABC):
 
     def __init__(self, reading: Reading):
         self.reading = reading
-        self.found: list[Launch] = []
+        self.found: list[Any] = []
         self.depth = 0
         self.branch: str | None = None
         self.returned: list[tuple[str, Any]] = []
@@ -130,17 +131,10 @@ class Reader(ABC):
     @abstractmethod
     def scopes(self) -> list[dict[str, Any]]:
         """The names that a branch may set, by scope."""
-        ...
 
     @abstractmethod
     def working_folder(self) -> str:
         """The folder that the script has changed to, from the one where it is started."""
-        ...
-
-    def remember(self, branch: str, ended: Ended) -> None:
-        """Keep what one of two branches returns."""
-        if isinstance(ended, Returned):
-            self.returned.append((branch, ended.value))
 
     def write(self, file: str, text: Text, adds: bool = False) -> None:
         """Keep what the script writes into a file; what only a branch writes is not sure."""
@@ -188,13 +182,13 @@ class Reader(ABC):
         if isinstance(ended, Returned) and ended_other and not isinstance(ended_other, Returned):
             self._restore(first)
             raise ended  # the other branch ends the script
-        if ended:
-            self.remember(label, ended)
+        if isinstance(ended, Returned):
+            self.returned.append((label, ended.value))
         if ended and ended_other:
             raise ended_other
         if ended_other:
             self._restore(first)
-            self.remember(f"not: {label}", ended_other)
+            self.returned += [(f"not: {label}", ended_other.value)] if isinstance(ended_other, Returned) else []
         elif not ended:
             joined: Joined = {}
             for scope, names in zip(self.scopes(), first, strict=False):  # a branch may open scopes of its own

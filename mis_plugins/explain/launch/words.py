@@ -66,6 +66,13 @@ def spaced(words: Iterable[Text]) -> Text:
     return tuple(pieces)
 
 
+def in_quotes(words: Iterable[Text], lines: Lines) -> Text:
+    """The words of a list as one command line of a shell."""
+    ends = Piece("'", lines=lines), Piece("' ", lines=lines)
+    escaped = ([replace(part, text=part.text and part.text.replace("'", r"'\''")) for part in word] for word in words)
+    return tuple(piece for word in escaped for piece in (ends[0], *word, ends[1]))
+
+
 def fields(text: Text, blanks: str = "[ \t\n]") -> list[Text]:
     """The words of a text, cut at blanks."""
     words: list[list[Piece]] = [[]]
@@ -116,11 +123,8 @@ def word_of(text: Text) -> Word:
     """A word of a text; parts that branches give are not known, and are told with the branches."""
     branches, spans = {piece.branch for piece in text}, {piece.span for piece in text}
     if len(branches) > 1:
-        text = tuple(
-            piece
-            for is_open, pieces in groupby(text, lambda part: part.branch is not None)
-            for piece in (_alternatives(tuple(pieces)) if is_open else pieces)
-        )
+        groups = groupby(text, lambda part: part.branch is not None)
+        text = tuple(piece for is_open, part in groups for piece in (_alternatives(tuple(part)) if is_open else part))
     lines = text[0].lines if text else (COMMAND_LINE, COMMAND_LINE)
     branch = next(iter(branches)) if len(branches) == 1 else None
     span = next(iter(spans)) if len(spans) == 1 else None

@@ -243,7 +243,7 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
     commands = Commands(dialect, asked.path, reading)
     commands.run_script(text, asked.arguments)
     commands.check_bash()
-    starts = list(dict.fromkeys(commands.starts))
+    starts = list(dict.fromkeys(commands.found))
     if commands.others and not starts and not commands.scripts:
         words = commands.others[0]
         other = " ".join(word.source for word in words)
@@ -284,7 +284,7 @@ def _chosen(starts: Sequence[Start], dialect: Dialect, behind: set[str], line: i
     if asked and all(settings == own[asked[0]] for settings in own.values()):
         return asked[0]
     starts_in_words = "; ".join(
-        f"line {_lines(start)}{_branch(start.branch)}: {_listed(start, dialect)}" for start in starts
+        f"line {_lines(each)}{_branch(each.branch)}: {_listed(each, dialect)}" for each in starts
     )
     by_line = "choose one by --line N, " if len({start.lines for start in starts}) == len(starts) else ""
     raise ConfigError(
@@ -369,7 +369,7 @@ def _notes(start: Start, reading: Reading) -> Iterator[str]:
 class Commands(Shell):
     """The commands of a script that start a training, and which literals reach them.
 
-    starts: what a command gives to a training.
+    found: what a command gives to a training.
     scripts: other shell scripts that it starts.
     others: trainers of the framework that it starts and that correct nothing.
     read: by number of the text, begin and end of the literals that a start is given.
@@ -380,7 +380,6 @@ class Commands(Shell):
     def __init__(self, dialect: Dialect, path: Path, reading: Reading):
         super().__init__(path, reading)
         self.dialect = dialect
-        self.starts: list[Start] = []
         self.scripts: list[str] = []
         self.others: list[tuple[Word, ...]] = []
         self.read: set[tuple[int, int, int]] = set()
@@ -424,7 +423,7 @@ class Commands(Shell):
         self.scripts += [script] if script and script not in self.scripts else []
         paths = [path for path, _ in self.dialect.settings(given)]
         if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in no_values(given)):
-            self.starts.append(replace(self._start(given), script=script))
+            self.found.append(replace(self._start(given), script=script))
             self._give(words)
         else:
             self._may_change(node, given)
@@ -552,9 +551,7 @@ class Commands(Shell):
                 paths = (path for at, path in self.elsewhere.items() if at[0] == number and at[1] <= begin < at[2])
                 named = f"{key} but as {path}" if not idle and (path := next(paths, "")) else key
                 (skipped if idle else refused).setdefault(f"{_place(number, chain)}{idle}", {})[named] = None
-        sentences = (
-            [f"{', '.join(keys)} in {place}" for place, keys in by_place.items()] for by_place in (refused, skipped)
-        )
+        sentences = ([f"{', '.join(keys)} in {place}" for place, keys in part.items()] for part in (refused, skipped))
         return next(sentences), next(sentences)
 
     def _idle(self, number: int, root: Node, chain: Sequence[Node], seen: set[str]) -> str:
@@ -672,9 +669,8 @@ def _is_harmless(chain: Sequence[Node]) -> bool:
         return False
     files = [one_line(child) for child in parts_of(outer, "file_redirect")]
     is_idle = "heredoc_body" in kinds and re.match(r":? *<<", one_line(outer))  # a comment over some lines
-    return (is_idle or one_line(outer).split(" ")[0] in PRINTS) and all(
-        ">&" in file or "/dev/" in file for file in files
-    )
+    prints = is_idle or one_line(outer).split(" ")[0] in PRINTS
+    return prints and all(">&" in file or "/dev/" in file for file in files)
 
 
 def _place(number: int, chain: Sequence[Node]) -> str:

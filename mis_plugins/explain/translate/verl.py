@@ -294,7 +294,7 @@ def _of_script(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_overrides(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The settings of Hydra's overrides, of which each may hold a mapping of several; none stands beside one for all of it."""
+    """The settings of Hydra's overrides, of which each may be a mapping; none stands beside one for all of it."""
     blocks = [path for path, _ in values if path in PARENTS]
     for path, value in values:
         if not isinstance(value, Mapping) and not _is_ours(path):

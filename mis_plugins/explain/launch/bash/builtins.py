@@ -83,7 +83,8 @@ class Builtins(Texts):
             if ">" in sign and "&" != sign[-1:] and redirect.named_children:
                 is_all = redirect.child_by_field_name("descriptor") is None and sign[0] == ">"
                 content = text if is_all else hole(one_line(node))
-                self.write(shown(self.text(redirect.named_children[-1])), content, adds=sign.endswith(">>"))
+                file = redirect.child_by_field_name("destination") or redirect.named_children[-1]
+                self.write(shown(self.text(file)), content, adds=sign.endswith(">>"))
 
     def _tee(self, words: Sequence[Text], text: Text) -> None:
         flags = [shown(word) for word in words[1:] if shown(word)[:1] == "-"]
@@ -113,7 +114,7 @@ class Builtins(Texts):
         start = next((child for child in beside if child.type == "heredoc_start"), None)
         is_plain = start is not None and says(start)[:1] in "'\"\\"
         with self.now(variables=dict(self.variables)):  # of most commands, bash expands it in a process of its own
-            mixed = self.literal(says(body), body) if is_plain else self.mixed(body, body.start_byte, body.end_byte)
+            mixed = self.quoted(says(body), body) if is_plain else self.mixed(body, body.start_byte, body.end_byte)
         for name, place in () if is_plain else set_within(body):
             before = self.variables.get(name, ())
             if place.type != "expansion" or isinstance(before, list) or not known(before):
@@ -124,6 +125,8 @@ class Builtins(Texts):
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         if name is None:
             return
+        if f"-n {says(name).partition('[')[0]}" in self.variables:
+            self.unread(node, "which variable it sets is not known")
         if name.type == "subscript":
             self.variables[says(name.named_children[0])] = [maybe(says(node), self.lines(node))]
             return
@@ -163,7 +166,7 @@ class Builtins(Texts):
             for name, value in [(re.split(r"[+=\[]", says(child))[0], ())] if is_plain else map(pair, words):
                 mark, is_own = f"-x {name}", kind in OF_FUNCTION and not set(flags) & set("gpf")
                 if self.locals is not None and is_own and name not in self.locals:
-                    self.locals |= {key: self.variables.get(key) for key in (name, mark)}
+                    self.locals |= {key: self.variables.get(key) for key in (name, mark, f"-n {name}")}
                     if child.type == "variable_name":
                         self.variables.pop(name, None)
                 if "+x" in flags or kind == "export" and "n" in flags:
@@ -176,6 +179,7 @@ class Builtins(Texts):
                     self.variables[name] = self._stored(node, self.variables.get(name), value)
                 if not name or kind in OF_FUNCTION and "n" in flags:
                     self.unread(node, "which variables it sets is not known")
+                    self.variables |= {f"-n {name}": EXPORTED}
                 if kind in OF_FUNCTION and set(flags) & set("ilnu") or any(map(is_braced, child.children)):
                     self.variables[name] = hole(says(child), self.lines(node))
                 if kind not in OF_FUNCTION or "g" in flags:
@@ -222,9 +226,8 @@ class Builtins(Texts):
         elif any(shown(word)[:1] == "-" and "a" in shown(word) for word in words):  # read -ra NAME
             value = fields(text)
         for name in names:
-            self.variables[name] = (
-                value if isinstance(value, list) else self._stored(node, self.variables.get(name), value)
-            )
+            is_array = isinstance(value, list)
+            self.variables[name] = value if is_array else self._stored(node, self.variables.get(name), value)
 
     def _set(self, node: Node, words: list[Text]) -> None:
         """`set -- WORD ...`, which sets the script's own arguments, unless `${!NAME}` finds no name and it fails."""

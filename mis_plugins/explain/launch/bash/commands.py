@@ -107,9 +107,7 @@ class Commands(Builtins):
             others = {assigned: hole(shown(word)) for assigned in re.findall(r"(\w+)=", shown(word))}
             own |= {name: value, f"-x {name}": EXPORTED} if name else others
         own_name = next(iter(given), hole("$0"))
-        exported = {
-            name: body for name, body in self.functions.items() if is_given and self.variables.get(f"-x {name}")
-        }
+        exported = {key: body for key, body in self.functions.items() if is_given and self.variables.get(f"-x {key}")}
         with self.now(variables=own, functions=exported, locals=None, own_name=own_name):
             self.attempt(lambda: self.evaluate(text))
 
@@ -138,7 +136,9 @@ class Commands(Builtins):
         if at is None or not starts or programs[:1] and programs[0] in (*LEAVES_FILES, *COPIES, *EDITS):
             self._other(node, words)
             return
-        words = [*words, *(hole(f"what {name} reads") for name in programs if name in ("xargs", "parallel"))]
+        if readers := [hole(f"what {name} reads") for name in programs if name in ("xargs", "parallel")]:
+            mark = (re.findall(r"(?<= -I) ?(\S+)", " ".join(texts[:at])) or ["{"])[-1]  # stands for what is read
+            words = [*(hole(shown(word)) if mark in shown(word) else word for word in words), *readers]
         name, arguments = node.child_by_field_name("name"), node.children_by_field_name("argument")
         ends = [child.end_byte for child in arguments if says(child) not in ('"$@"', "$@")]
         if not ends and name is not None and not re.match(r'"?\$\{?[@*\d]', says(name)):
@@ -167,10 +167,17 @@ class Commands(Builtins):
             return
         shell, _ = shell_of(words, "c")
         is_hidden = self.source == 0 and words and all(map(is_unknown, words))
+        is_hidden = is_hidden or any(self._starts(node, name) for name in sorted(names & self.functions.keys()))
         if is_hidden or NAMES_TRAIN.search(f"{says(node)} {' '.join(given)}"):
             self.unread(node, "may start train.py too")
         elif shell in (0, *range(len(given))) and words or any(word.endswith(SCRIPTS) for word in (name, *given)):
             self.unread(node, "runs another script, which is not read")
+
+    def _starts(self, node: Node, function: str) -> bool:
+        """Whether a function of the script starts a training, as `trap` and `parallel` may call it."""
+        with self.now(variables=dict(self.variables), found=[]):
+            self.attempt(lambda: self.call(node, [literal(function)]))
+            return bool(self.found)
 
     def _exit(self, node: Node, words: list[Text]) -> None:
         self.reading.ended = f": the script exits in line {self.lines(node)[0]}"
@@ -267,22 +274,13 @@ class Commands(Builtins):
         return script
 
 
+OF_BASH = ("source", "eval", "exit", "return", "trap", "cd", "pushd", "popd", "set", "shift", "shopt")
 COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {
-    "source": Commands._source,
+    **{name: getattr(Commands, f"_{name}") for name in OF_BASH},
     ".": Commands._source,
-    "eval": Commands._eval,
-    "exit": Commands._exit,
-    "cd": Commands._cd,
-    "pushd": Commands._pushd,
-    "popd": Commands._popd,
     **dict.fromkeys(("exec", "time"), lambda shell, node, words: shell.call(node, words)),
-    "return": Commands._return,
     **dict.fromkeys(ENDS_ROUND, Commands._end_round),
     **dict.fromkeys(("command", "builtin"), Commands._past_functions),
-    "trap": Commands._trap,
-    "shift": Commands._shift,
-    "shopt": Commands._shopt,
-    "set": Commands._set,
 }
 
 

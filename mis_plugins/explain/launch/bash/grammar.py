@@ -131,6 +131,13 @@ def parts_of(node: Node, kind: str) -> Iterator[Node]:
             yield from parts_of(child, kind)
 
 
+def behind_redirects(statement: Node) -> list[Node]:
+    """Words of a command behind its redirects, as `--b` in `run > log --b`, which the parser puts beside the file."""
+    files = (part.children_by_field_name("destination")[1:] for part in parts_of(statement, "file_redirect"))
+    heredocs = (part.children_by_field_name("argument") for part in parts_of(statement, "heredoc_redirect"))
+    return sorted((word for words in (*files, *heredocs) for word in words), key=lambda word: word.start_byte)
+
+
 def clauses_of(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
     """Conditions and body of `if`, of each `elif`, and of `else`, which has no condition."""
     kinds = [child.type for child in node.children]
@@ -159,13 +166,9 @@ def of_lines_before(node: Node) -> list[Node]:
 
 def is_cut(node: Node) -> bool:
     """Whether the parser takes a part of an assignment's value, `A=x\\$B`, for the command behind it."""
-    source, parts = node.text or b"", pairwise(node.children)
-    behind = (
-        source[first.end_byte - node.start_byte : second.start_byte - node.start_byte]
-        for first, second in parts
-        if first.type == "variable_assignment"
-    )
-    return any(not between.replace(b"\\\n", b"") for between in behind)
+    source, start, parts = node.text or b"", node.start_byte, pairwise(node.children)
+    gaps = [(first.end_byte, second.start_byte) for first, second in parts if first.type == "variable_assignment"]
+    return any(not source[begin - start : end - start].replace(b"\\\n", b"") for begin, end in gaps)
 
 
 def ends_early(node: Node) -> bool:

@@ -11,18 +11,9 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.bash import grammar
 from mis_plugins.explain.launch.bash.builtins import DECLARES, FILLS, NAMES_TRAIN
 from mis_plugins.explain.launch.bash.commands import COMMANDS, Commands, RoundEnded, shell_of
-from mis_plugins.explain.launch.bash.grammar import (
-    ENDS_ROUND,
-    EXPANSIONS,
-    QUOTED,
-    Node,
-    is_bare,
-    one_line,
-    parts_of,
-    says,
-)
+from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, EXPANSIONS, QUOTED, Node, one_line, parts_of, says
 from mis_plugins.explain.launch.bash.texts import EXPORTED, TEXT, depends, is_one, maybe
-from mis_plugins.explain.launch.reader import Clause, all_of, any_of
+from mis_plugins.explain.launch.reader import UNCALLED, Clause, all_of, any_of
 from mis_plugins.explain.launch.words import HOLE, hole, known, literal, shown
 
 # The condition of a loop that takes the arguments one by one, as `$# -gt 0`, `(( $# ))` or `-n "${1:-}"`.
@@ -50,6 +41,9 @@ class Shell(Commands):
             self.attempt(lambda: self.run_text(script))
         except RecursionError:
             raise ConfigError("nested deeper than any launch script; give the part that starts the training") from None
+        for body, source in self.functions.values():
+            if source == 0 and (source, body.id) not in self.ran and self.may_start(says(body)):
+                self.unread(body.parent or body, UNCALLED)
 
     def run(self, node: Node) -> None:
         self.reading.spend()
@@ -160,7 +154,7 @@ class Shell(Commands):
             inner = self.truth(last)
             return None if inner is None else not inner
         text = self._tested(last) if sign in ("-n", "-z") else None
-        return None if text is None else (text == "") == (sign == "-z") or is_bare(last) and text == ""
+        return None if text is None else (text == "") == (sign == "-z") or grammar.is_bare(last) and text == ""
 
     def _compared(self, sign: str, left: Node, right: Node) -> bool | None:
         if sign in ("&&", "||"):
@@ -173,7 +167,7 @@ class Shell(Commands):
             both = tested, known(self.text(right)) or ""
             are_plain = all(re.fullmatch(r"0|-?[1-9]\d{0,17}", number) for number in both)
             return getattr(operator, sign[1:])(*map(int, both)) if are_plain else None
-        if "" in [known(self.text(side)) for side in (left, right) if is_bare(side)]:
+        if "" in [known(self.text(side)) for side in (left, right) if grammar.is_bare(side)]:
             return False  # bash ends the test with an error
         fits = matches(tested, self._pattern(right))
         return None if fits is None else fits == (sign != "!=")
@@ -184,7 +178,7 @@ class Shell(Commands):
         empty = re.fullmatch(r"\$\{(\w+):?-\}", text[0].source) if len(text) == 1 and not depends(text) else None
         if empty is None:
             words = known(text)
-            return None if words and is_bare(node) and words.split() != [words] else words
+            return None if words and grammar.is_bare(node) and words.split() != [words] else words
         while top.parent is not None and top.parent.parent is not None:
             top = top.parent
         source = says(top)
@@ -227,16 +221,17 @@ class Shell(Commands):
         is_such = condition is not None and says(node).startswith("while") and OF_ARGUMENTS.fullmatch(says(condition))
         if body is not None and is_such and self._over_arguments(body):
             return
+        count = len(self.found)
         self.run_all(child for child in node.named_children if child != body)
         if body is not None:
-            with self.now(is_sure_round=False):
-                self.fork(one_line(node), lambda: self.run(body), lambda: None)
+            self.fork(one_line(node), lambda: self.run(body), lambda: None)
+            if len(self.found) > count:  # a start in a later round is given what the rounds before have set
+                self.fork(one_line(node), lambda: self._children(node), lambda: None)
             changed = [name for name, value in self.variables.items() if before.get(name) != value]
             for name in changed if grammar.ends_early(body) else {"@"}.intersection(changed):  # which rounds use up
                 is_array = isinstance(before.get(name), list) or isinstance(self.variables[name], list)
-                self.variables[name] = (
-                    [maybe(f"${name}", self.lines(node))] if is_array else hole(f"${name}", self.lines(node))
-                )
+                lost = (maybe if is_array else hole)(f"${name}", self.lines(node))
+                self.variables[name] = [lost] if is_array else lost
 
     def fork(self, label: str, then: Callable[[], object], otherwise: Callable[[], object]) -> None:
         with self.now(is_sure_round=False):
@@ -318,11 +313,8 @@ class Shell(Commands):
                     self._tee(words, printed)
                     pipe = None if words is given else pipe
         self.run_all(pipe.named_children if pipe is not None else ())
-        self.run_all(
-            right
-            for redirect in parts_of(node, "heredoc_redirect")
-            for right in redirect.children_by_field_name("right")
-        )
+        for redirect in parts_of(node, "heredoc_redirect"):
+            self.run_all(redirect.children_by_field_name("right"))
 
 
 def matches(text: str, pattern: str) -> bool | None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mis_plugins.explain.launch.bash import grammar
 from mis_plugins.explain.launch.bash.grammar import EXPANSIONS, QUOTED, Node, blanks_before, says, set_within
 from mis_plugins.explain.launch.reader import Reader, Reading
 from mis_plugins.explain.launch.words import Lines, Piece, Text, fields, hole, known, literal, shown, spaced, under
@@ -130,7 +131,6 @@ class Texts(Reader):
     @abstractmethod
     def run(self, node: Node) -> None:
         """Read a statement."""
-        ...
 
     def settle(self, node: Node) -> None:
         """Forget the variables that a statement sets in the midst of its words, less those whose default was read."""
@@ -165,14 +165,15 @@ class Texts(Reader):
             is_given = (self.source, node.id) not in self.unused
             return [self.unknown(node)] if is_given and split != [text] and self._holds_blanks(node) else split
         if node.type in ("concatenation", "string") and any(map(self._may_be_several, node.named_children)):
-            named = UNKNOWN.sub(lambda match: shown(self._valued(node, match[1])), says(node))
-            return [hole(named, self.lines(node))]
+            return [hole(shown(self.quoted(says(node), node)), self.lines(node))]
         span = None if self.source else (node.start_byte, node.end_byte)
         return [tuple(replace(piece, lines=self.lines(node), span=span) for piece in text)]
 
     def command_words(self, node: Node) -> list[Text]:
-        name = node.child_by_field_name("name")
-        return self.joined(node, [*(name.named_children if name else ()), *node.children_by_field_name("argument")])
+        name, parent = node.child_by_field_name("name"), node.parent
+        whole = parent if parent is not None and parent.type == "redirected_statement" else node
+        own = [*(name.named_children if name else ()), *node.children_by_field_name("argument")]
+        return self.joined(whole, [*own, *grammar.behind_redirects(whole)])
 
     def joined(self, node: Node, parts: list[Node]) -> list[Text]:
         """The words of parts; one with a backslash behind it goes on where the next line begins without a blank.
@@ -263,13 +264,16 @@ class Texts(Reader):
         text = "".join(next(letters, "") if letter == "\\" else letter for letter in letters)
         return self.literal(text.replace("\n", ""), node)
 
-    def _raw(self, node: Node) -> Text:
-        return self.literal(says(node)[1:-1], node)
+    def quoted(self, text: str, node: Node) -> Text:
+        """A text that a shell takes as it is, with the values of the parts of an evaluated text that are not known."""
+        parts = enumerate(UNKNOWN.split(text))
+        texts = (self._valued(node, part) if place % 2 else self.literal(part, node) for place, part in parts)
+        return tuple(piece for part in texts for piece in part)
 
     def _ansi(self, node: Node) -> Text:
         """The text of `$'...'`; not known where bash and Python read a letter behind a backslash differently."""
         source = says(node)[2:-1]
-        if re.search(r"\\[^abfnrtv'\"]", source.replace(r"\\", "")):
+        if UNKNOWN.search(source) or re.search(r"\\[^abfnrtv'\"]", source.replace(r"\\", "")):
             return self.unknown(node)
         return self.literal(re.sub(r"\\.", lambda match: codecs.decode(match[0], "unicode_escape"), source), node)
 
@@ -386,12 +390,11 @@ class Texts(Reader):
     @abstractmethod
     def _substituted(self, node: Node) -> Text:
         """The output of commands within a word."""
-        ...
 
 
 TEXT: dict[str, Callable[[Texts, Node], Text]] = {
     **dict.fromkeys(("word", "number", "variable_name", "extglob_pattern", "test_operator"), Texts._plain),
-    "raw_string": Texts._raw,
+    "raw_string": lambda shell, node: shell.quoted(says(node)[1:-1], node),
     "ansi_c_string": Texts._ansi,
     "string": lambda shell, node: shell.mixed(node, node.start_byte + 1, node.end_byte - 1),
     "translated_string": lambda shell, node: shell.text(node.named_children[-1]),

@@ -5,17 +5,8 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from mis_plugins.explain.launch.python.names import (
-    PLAIN,
-    Names,
-    as_text,
-    equal,
-    key_of,
-    lines_of,
-    names_set,
-    says,
-    truth_of,
-)  # fmt: skip
+from mis_plugins.explain.launch.python import names
+from mis_plugins.explain.launch.python.names import PLAIN, Names, as_text, equal, key_of, lines_of, says, truth_of
 from mis_plugins.explain.launch.reader import any_of
 from mis_plugins.explain.launch.words import Piece, Text, known, literal
 
@@ -44,6 +35,9 @@ class Expressions(Names):
             if node.id in scope:
                 return scope[node.id]
         return self.unknown(node)
+
+    def visit_Await(self, node: ast.Await) -> Any:
+        return self.visit(node.value)
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> Any:
         value = self.visit(node.value)
@@ -135,12 +129,12 @@ class Expressions(Names):
         values, items = self.visit(first.iter), []
         if more or first.ifs or not isinstance(values, list) or len(values) > LOOPS:
             return self.unknown(node)
-        names = names_set(first.target)
-        before = {name: self.locals[name] for name in names if name in self.locals}
+        targets = names.names_set(first.target)
+        before = {name: self.locals[name] for name in targets if name in self.locals}
         for value in values:
             self.assign(first.target, value)
             items.append(self.visit(node.elt))
-        for name in names:
+        for name in targets:
             self.locals.pop(name, None)
         self.locals.update(before)
         return items

@@ -1,7 +1,7 @@
 """Functions and classes of a launcher: what a call of them gives, and what its command line sets."""
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mis_plugins.errors import ConfigError, shown
@@ -23,13 +23,16 @@ class Functions(Expressions):
     def define(self, node: ast.FunctionDef) -> None:
         """Defaults have the values that their names have where the function is defined."""
         self.enclosing[node] = [*self.around, *self.frames[1:][-1:]]
-        for _, default in defaults_of(node):
-            if default is not None:
-                self.defaults[place_of(default)] = self.visit(default)
+        self.keep_defaults(default for _, default in defaults_of(node))
 
-    def call(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def keep_defaults(self, defaults: Iterable[ast.expr | None]) -> None:
+        self.defaults |= {place_of(default): self.visit(default) for default in defaults if default is not None}
+
+    def call(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any], is_sure: bool = True) -> Any:
+        """The value of a call, which gives further arguments where it is not sure that those are all."""
+        self.called.add(node)
         with self.deeper():
-            frames, around = [*self.frames, self.parameters(node, given, named)], self.enclosing.get(node, [])
+            frames, around = [*self.frames, self.parameters(node, given, named, is_sure)], self.enclosing.get(node, [])
             with self.now(frames=frames, returned=[], outside={}, around=around):
                 value = self.ended_by(self.attempt(lambda: self.block(node.body)))
         is_plain = decorators(node) <= DECORATES and not _yields(node)
@@ -51,7 +54,9 @@ class Functions(Expressions):
                 self.join(names, scope, branch, joined)
         return value
 
-    def parameters(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    def parameters(
+        self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any], is_sure: bool
+    ) -> dict[str, Any]:
         """The names of a function's parameters with their values."""
         asked, plain = node.args, [parameter.arg for parameter in (*node.args.posonlyargs, *node.args.args)]
         values = dict(zip(plain, given, strict=False))
@@ -59,11 +64,12 @@ class Functions(Expressions):
             if parameter.arg in named:
                 values[parameter.arg] = named[parameter.arg]
             elif parameter.arg not in values:
-                values[parameter.arg] = self.left_out(parameter, default)
+                values[parameter.arg] = self.left_out(parameter, default) if is_sure else hole(parameter.arg)
         if asked.vararg is not None:
-            values[asked.vararg.arg] = list(given[len(plain) :])
+            values[asked.vararg.arg] = list(given[len(plain) :]) if is_sure else hole(asked.vararg.arg)
         if asked.kwarg is not None:
-            values[asked.kwarg.arg] = {name: value for name, value in named.items() if name not in values}
+            more = {name: value for name, value in named.items() if name not in values}
+            values[asked.kwarg.arg] = more if is_sure else hole(asked.kwarg.arg)
         return values
 
     def left_out(self, parameter: ast.arg, default: ast.expr | None) -> Any:
@@ -113,11 +119,8 @@ class Functions(Expressions):
         return {name for name in names if not isinstance(self.globals.get(name), ast.ClassDef)}
 
     def method(self, owner: Record, name: str) -> ast.FunctionDef | None:
-        parts = [part for kind in self.lineage(owner.node) for part in reversed(kind.body)]
-        return next(
-            (statement for statement in parts if isinstance(statement, ast.FunctionDef) and statement.name == name),
-            None,
-        )
+        parts = (part for kind in self.lineage(owner.node) for part in reversed(kind.body))
+        return next((part for part in parts if isinstance(part, ast.FunctionDef) and part.name == name), None)
 
     def lineage(self, node: ast.ClassDef) -> list[ast.ClassDef]:
         """A class of the launcher and those that it inherits from, the nearest first."""

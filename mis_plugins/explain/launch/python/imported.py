@@ -5,18 +5,18 @@ import base64
 import os.path
 import re
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from functools import reduce
 from pathlib import PurePosixPath
 from typing import Any
 
 from mis_plugins.config.file import INLINE
-from mis_plugins.explain.launch import bash
+from mis_plugins.explain.launch import bash, words
 from mis_plugins.explain.launch.bash.builtins import NAMES_TRAIN
 from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, shell_of
 from mis_plugins.explain.launch.python.functions import Functions
 from mis_plugins.explain.launch.python.names import Record, as_text, key_of, lines_of, name_of, says
 from mis_plugins.explain.launch.reader import Ended, Launch, is_train
-from mis_plugins.explain.launch.words import Piece, Text, hole, known, literal, shown, with_holes, with_places
+from mis_plugins.explain.launch.words import HOLE, Piece, Text, fields, hole, known, literal, shown, with_holes
 
 STARTS = "execute_train"  # Miles's functions that begin so hand `train_args` to train.py
 GIVE_NOTHING = ("get_default_wandb_args", "get_mooncake_object_store_args")  # Miles's helpers: no flag of ours
@@ -27,6 +27,7 @@ RUNS_IN_SHELL = re.compile(r"(os|subprocess)\.\w+|(\w+\.)?exec_command")  # func
 TELLS = ("print", "debug", "info", "warning")  # functions that show a command, and start nothing
 RUNS_A_FILE = ("run_path", "run_module")  # runpy's functions, in the launcher's own process
 NAMES = ("str", "Path")  # functions that return the name of a file
+OF_FILES = (*NAMES, *MOVES, "open", "join", "exists", "isfile", "abspath", "realpath", "dirname", "basename")
 SET_ANY_NAME = ("exec", "globals", "locals")
 
 
@@ -44,6 +45,10 @@ class Imported(Functions):
         if name in RUNS_A_FILE and given:
             given = [(*as_text(given[0]), Piece(" "), *hole("sys.argv")), *given[1:]]
         for value in (*given, *named.values()):
+            if isinstance(value, ast.FunctionDef):
+                if name not in TELLS:
+                    self.call_back(node, value)
+                continue
             if name not in TELLS:
                 with self.now(folder=folder):
                     self.shell(node, value)
@@ -82,6 +87,8 @@ class Imported(Functions):
             first.fields |= dict.fromkeys(names, value)
         if name == "open":
             return self.opened(text, given[1:], named)
+        if name == "join" and owner == "path":
+            return reduce(lambda folder, more: self.divided(node, folder, more), map(as_text, given))
         if owner in ("shutil", "os") and name in MOVES and len(given) > 1:
             self.write(shown(as_text(given[1])), self.unknown(node))
         if name == "Path" and len(given) > 1:
@@ -105,6 +112,8 @@ class Imported(Functions):
             self.write(shown(owner), written, adds=name in ("write", "writelines"))
         if name == "strip" and content is None and owner:
             return owner  # blanks at its ends part no words
+        if name == "split" and not given and not named:
+            return fields(owner, r"\s")
         is_plain = name in PLAINLY and not given and content is not None
         return self.reading.paid(literal(PLAINLY[name](content))) if is_plain else None
 
@@ -126,34 +135,55 @@ class Imported(Functions):
 
     def shell(self, node: ast.Call, command: Any) -> None:
         """A command of the shell that the launcher hands on, as one text or as words."""
-        words = [item for item in command if isinstance(item, tuple)] if isinstance(command, list) else []
-        quoted = [(Piece("'", lines=lines_of(node)), *word, Piece("' ")) for word in words]
-        if (at := shell_of(words, "c")[1]) < len(words):  # of `bash -c TEXT NAME ARGUMENT ...`
-            own = (Piece("set -- "), *chain(*quoted[at + 2 :]), Piece("; ")) if words[at + 2 :] else ()
-            words, quoted, command = [], [], (*own, *words[at])
-        text = tuple(chain(*quoted)) or as_text(command)
-        given = [known(word) or "" for word in words] or with_holes(text).split()
-        is_run = not words and known(text) and RUNS_IN_SHELL.fullmatch(ast.unparse(node.func))
-        if is_run or any(map(is_train, given)) or given and given[0] in (*COPIES, *EDITS):
-            self.launch(node, text, (0, 0))
-        elif any(NAMES_TRAIN.search(shown(word)) for word in words):  # as in ["ssh", HOST, TEXT]
+        listed = [item for item in command if isinstance(item, tuple)] if isinstance(command, list) else []
+        if (at := shell_of(listed, "c")[1]) < len(listed):  # of `bash -c TEXT NAME ARGUMENT ...`
+            own = words.in_quotes(listed[at + 2 :], lines_of(node))
+            listed, command = [], ((Piece("set -- "), *own, Piece("; ")) if own else ()) + listed[at]
+        text = words.in_quotes(listed, lines_of(node)) or as_text(command)
+        given = [*map(with_holes, listed)] or with_holes(text).split()
+        is_run = not listed and known(text) and RUNS_IN_SHELL.fullmatch(ast.unparse(node.func))
+        if len(given) == 1 and is_train(given[0]):  # the name of the file alone
+            may_start = name_of(node.func) not in OF_FILES
+        elif is_run or any(map(is_train, given)) or given and given[0] in (*COPIES, *EDITS):
+            return self.launch(node, text, (0, 0))
+        elif listed:  # as in ["ssh", HOST, TEXT]
+            may_start = any(NAMES_TRAIN.search(shown(word)) for word in listed)
+        else:
+            may_start = isinstance(command, tuple) and self.may_start(command)
+        if may_start:
             self.unread(node, "may start train.py too")
-        elif isinstance(command, tuple):
-            named = re.findall(r"[\w./-]+", " ".join(piece.source for piece in command if piece.text is None))
-            if any(is_train(item) or item.rpartition(".")[2].startswith(STARTS) for item in named):
-                self.unread(node, "may start train.py too")
+
+    def may_start(self, text: Text) -> bool:
+        """Whether a text may start a training: it goes on behind train.py, or is made from a text that starts one."""
+        sources = " ".join(piece.source for piece in text if piece.text is None)
+        named = re.findall(r"[\w./-]+", sources)
+        starts = (is_train(item) or item.rpartition(".")[2].startswith(STARTS) for item in named)
+        goes_on = (is_train(word.partition(HOLE)[0]) for word in with_holes(text).split())
+        return any(goes_on) or any(starts) or any(map(self.names_command, re.findall(r"(?<![.\w])\w+", sources)))
+
+    def names_command(self, name: str) -> bool:
+        """Whether a name of the launcher holds a command that starts a training."""
+        value = self.visit_Name(ast.Name(name))
+        command = value if isinstance(value, list) else fields(as_text(value))
+        return bool(command[1:]) and any(is_train(with_holes(word)) for word in command if isinstance(word, tuple))
+
+    def call_back(self, node: ast.Call, function: ast.FunctionDef) -> None:
+        """Read a function that another one gets, which may call it with any arguments, unless it is read already."""
+        if function not in self.called and name_of(node.func) != "run":  # `typer.run` reads a command line
+            self.fork(says(node), lambda: self.call(function, [], {}, is_sure=False), lambda: None)
 
     def hand_on(self, value: Any) -> None:
         """Keep the words that a function gets, which may name a file that it writes; those of a start do not."""
         texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, tuple)]
-        words = {word for item in texts for word in shown(item).split()}
-        self.reading.handed |= set() if any(map(is_train, words)) else words
+        named = {word for item in texts for word in shown(item).split()}
+        self.reading.handed |= set() if any(map(is_train, named)) else named
 
     def launch(self, node: ast.Call, text: Text, place: tuple[int, int]) -> None:
         for start in bash.launches(with_holes(text), self.path, self.reading):
-            words, branch = tuple(with_places(start.words, text)), self.branch or start.branch
+            given, branch = tuple(words.with_places(start.words, text)), self.branch or start.branch
+            hosts = frozenset(self.hosts)
             folder = os.path.join(self.folder, start.folder)
-            self.found.append(Launch(node.lineno, words, frozenset(self.hosts), place, branch, folder))
+            self.found.append(Launch(node.lineno, given, hosts, place, branch, folder))
 
     def folder_of(self, value: Any) -> str:
         """The folder in which a command runs, or where it changes to; None is the one that the launcher is in."""

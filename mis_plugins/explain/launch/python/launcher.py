@@ -1,24 +1,15 @@
 """Statements of a launcher, and calls."""
 
 import ast
+import re
 from collections.abc import Sequence
 from typing import Any
 
+from mis_plugins.explain.launch.bash.builtins import NAMES_TRAIN
 from mis_plugins.explain.launch.python.expressions import LOOPS
-from mis_plugins.explain.launch.python.functions import defaults_of
 from mis_plugins.explain.launch.python.imported import STARTS, Imported
-from mis_plugins.explain.launch.python.names import (
-    Raised,
-    Record,
-    Round,
-    Shared,
-    decorators,
-    equal,
-    name_of,
-    place_of,
-    says,
-)
-from mis_plugins.explain.launch.reader import PACKAGES, Clause, Returned, all_of, any_of
+from mis_plugins.explain.launch.python.names import Raised, Record, Round, Shared, decorators, equal, name_of, says
+from mis_plugins.explain.launch.reader import PACKAGES, UNCALLED, Clause, Returned, all_of, any_of
 from mis_plugins.explain.launch.words import hole
 
 PURE = ("get", "items", "keys", "values", "copy", "index", "count")  # methods that change no list and no dict
@@ -39,6 +30,10 @@ class Launcher(Imported):
             self.run_commands()
         if self.options and self.of_fields is None:
             self.reading.unread[0] = f"{' '.join(self.options)}: no command is seen that takes it"
+        functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and not node.decorator_list)
+        for node in functions:
+            if node not in self.called and re.search(rf"\b{STARTS}|{NAMES_TRAIN.pattern}", ast.unparse(node)):
+                self.reading.unread[node.lineno] = f"def {node.name}: {UNCALLED}"
 
     def visit_Expr(self, node: ast.Expr) -> None:
         self.visit(node.value)
@@ -52,8 +47,8 @@ class Launcher(Imported):
         for part in node.body:
             if isinstance(part, ast.FunctionDef):
                 self.define(part)
-            elif isinstance(part, ast.AnnAssign) and part.value is not None and name_of(part.value) != "field":
-                self.defaults[place_of(part.value)] = self.visit(part.value)
+            elif isinstance(part, ast.AnnAssign) and name_of(part.value) != "field":
+                self.keep_defaults([part.value])
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
         for alias in node.names:
@@ -130,9 +125,12 @@ class Launcher(Imported):
 
     def some_rounds(self, node: ast.For | ast.While, label: str) -> None:
         """A loop whose number of rounds is not known: one round tells what it starts."""
-        value = self.unknown(node.target if isinstance(node, ast.For) else node.test)
+        value, count = self.unknown(node.target if isinstance(node, ast.For) else node.test), len(self.found)
         self.fork(label, lambda: self.rounds(node, [value]), lambda: self.block(node.orelse))
         self.forget(*node.body)
+        if len(self.found) > count:  # a start in a later round is given what the rounds before have set
+            self.fork(label, lambda: self.rounds(node, [value]), lambda: None)
+            self.forget(*node.body)
 
     def rounds(self, node: ast.For | ast.While, values: Sequence[Any]) -> None:
         with self.now(round=self.forks):
@@ -209,8 +207,7 @@ class Launcher(Imported):
             meant = [piece.source.rpartition(".")[2] for piece in pieces if piece.text is None]
             name = next((meaning for meaning in meant if meaning.startswith(STARTS) and meaning.isidentifier()), name)
         if isinstance(target, ast.FunctionDef):
-            parameters = [] if is_sure else [parameter.arg for parameter, _ in defaults_of(target)]
-            return self.call(target, given, dict.fromkeys(parameters[len(given) :], self.unknown(node)) | named)
+            return self.call(target, given, named, is_sure)
         if isinstance(target, ast.ClassDef):
             fields = [] if is_sure else list(self.fields(target))
             return self.instance(target, given, dict.fromkeys(fields[len(given) :], self.unknown(node)) | named)
