@@ -499,6 +499,14 @@ def test_records_compared(case: str, swapped: bool, tmp_path: Path, capsys: Capt
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_records_in_eight_bits(dtype: torch.dtype, tmp_path: Path):
+    rows = [[[-0.5, -0.25, -3.0], [], [-1.0, last]] for last in (-2.0, -3.0, None)]
+    records = [LogProbRecord.load(save(tmp_path / "r", log_probs=row, dtype=dtype)) for row in rows]
+    found = [comparison.compare_log_probs(Key("log_probs"), records[0], other).status for other in records]
+    assert found == ["equal", "different", "not comparable"]
+
+
 def test_a_hosts_dump_is_read_as_the_document_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     """Sequence 0 differs in its second token, which the mask leaves out of the metrics; sequence 1 is equal."""
     engine = [torch.tensor([-0.5, -1.0]), torch.tensor([-2.0])]

@@ -301,7 +301,7 @@ def test_a_contract_beside_that_of_the_file_is_exit_2(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[1]", b"\xff\xfe\x00", b'{"format": 2, "process": null}', b"[" * 100_000]
+    "content", [b"", b"{}", b"[1]", b"\xff\xfe\x00", b'{"format": 3, "process": null}', b"[" * 100_000]
 )
 @pytest.mark.parametrize("side", ["--trainer-dump", "--engine-dump"])
 def test_a_file_of_something_else_is_exit_2(side: str, content: bytes, tmp_path: Path, capsys) -> None:

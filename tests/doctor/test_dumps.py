@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import reduce
 from itertools import product
 from operator import getitem
@@ -54,7 +55,7 @@ def test_a_file_gives_back_what_was_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda stated: stated.update(format=1), "format 1, this version reads 2"),
+        (lambda stated: stated.update(format=1), "format 1, this version reads 3"),
         (lambda stated: stated.pop("settings"), "not written by true_on_policy.observe.dumps .*settings"),
         (lambda stated: stated["contract"].pop("size"), "not written by"),
         (lambda stated: stated.update(unseen=3), "not written by"),
@@ -202,9 +203,7 @@ def test_an_engine_is_found_by_its_port(tmp_path: Path) -> None:
 def test_engines_of_one_port_are_told_apart_by_their_machine(tmp_path: Path) -> None:
     here = this_process().host
     for address, host in (("10.0.0.1", "elsewhere"), ("10.0.0.2", here)):
-        told = Dump(
-            Process(url=f"http://{address}:1", host=host, pid=os.getpid()), Observation({"at": address}, {}), None
-        )
+        told = Dump(replace(this_process(f"http://{address}:1"), host=host), Observation({"at": address}, {}), None)
         write(tmp_path / f"engine-{address}-1.json", told)
     for url, found in (
         ("http://10.0.0.1:1", "10.0.0.1"),
@@ -219,13 +218,18 @@ def test_engines_of_one_port_are_told_apart_by_their_machine(tmp_path: Path) -> 
 
 
 def test_an_engine_that_has_ended_is_not_believed(tmp_path: Path) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    here = this_process().host
-    with pytest.raises(DumpError, match=f"process {ended.pid} of {here}, which wrote it, has ended"):
-        load_engine(engine(tmp_path, 1, host=here, pid=ended.pid), None)
-    assert load_engine(engine(tmp_path, 1, host=here, pid=os.getpid()), None).settings["port"] == "1"
-    assert load_engine(engine(tmp_path, 1, host="elsewhere", pid=ended.pid), None).settings["port"] == "1"
+    here = vars(this_process())
+    del here["rank"], here["ranks"], here["url"]
+    assert load_engine(engine(tmp_path, 1, **here), None).settings["port"] == "1"
+    assert load_engine(engine(tmp_path, 1, **here | {"host": "elsewhere", "began": 1}), None).settings["port"] == "1"
+    zombie = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    for other in ({"pid": zombie.pid}, {"began": here["began"] - 1}):  # a later process has the process id
+        with pytest.raises(DumpError, match=f"process .* of {here['host']}, which wrote it, has ended"):
+            load_engine(engine(tmp_path, 1, **here | other), None)
+    zombie.wait()
+    with pytest.raises(DumpError, match=f"process {zombie.pid} of {here['host']}, which wrote it, has ended"):
+        load_engine(engine(tmp_path, 1, **here | {"pid": zombie.pid}), None)
 
 
 ODD = [None, True, 10**12, "x", [1], {"a": ["b"]}]

@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+import torch
 from replay import RECORDED, replayed
 
 from true_on_policy.contract.gpu import gpu_contract
@@ -139,6 +140,13 @@ def test_a_log_prob_tells_what_it_was_rounded_to(values: tuple[float, ...], foun
     assert engine_http._dtype(log_probs) == found
 
 
+def test_log_probs_in_their_fewest_digits_are_read() -> None:
+    values = -torch.rand(99, generator=torch.Generator().manual_seed(0)).exp()
+    rows = [[float(str(value)), 7, None] for value in values.numpy()]
+    assert any(row[0] != float(value) for row, value in zip(rows, values, strict=True))
+    assert torch.equal(sglang_rows(rows)[1], values)
+
+
 def test_bits_decide_not_numbers() -> None:
     rows = [[0.0, 7, None]]
     a, b = (sglang_rows([[value, 7, None]]) for value in (0.0, -0.0))
@@ -161,6 +169,11 @@ def each_token(value: Any) -> Change:
 
 def changed_rows(answers: Any, change: Change) -> Any:
     return [{"meta_info": {name: change(rows) for name, rows in answer["meta_info"].items()}} for answer in answers]
+
+
+def written(digits: str) -> Change:
+    short = lambda row: [row[0] and float(format(row[0], digits)), *row[1:]]  # noqa: E731
+    return lambda answers: changed_rows(answers, lambda rows: [*map(short, rows)])
 
 
 def beside(**told: Any) -> Change:
@@ -190,9 +203,10 @@ LIES: dict[str, Change] = {
     "log-probs in words": each_log_prob("-0.5"),
     "log-probs that are true": each_log_prob(True),
     "log-probs of many digits": each_log_prob(-(10**4000)),
-    "log-probs of four decimals": lambda answers: changed_rows(
-        answers, lambda rows: [[row[0] and round(row[0], 4), *row[1:]] for row in rows]
-    ),
+    "log-probs of four decimals": written(".4f"),
+    "log-probs of six decimals": written(".6f"),
+    "log-probs of six digits": written(".6g"),
+    "log-probs of seven digits": written(".7g"),
     "tokens in words": each_token("7"),
     "tokens that are true": each_token(True),
     "tokens below 0": each_token(-1),

@@ -121,7 +121,7 @@ def test_in_place_and_out_forms():
         assert equal_bits(torch.softmax(x, 0), torch.softmax(x.t().contiguous(), 1).t().contiguous())
 
 
-@pytest.mark.parametrize("shape", [(3, 4, 5), (1, 65536), (7,)])
+@pytest.mark.parametrize("shape", [(3, 4, 5), (1, 65536), (7,), ()])
 @pytest.mark.parametrize("keepdim", [True, False])
 def test_mean_has_the_shape_and_value_of_the_stock_one(shape, keepdim):
     x = torch.randn(shape)

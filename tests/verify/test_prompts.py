@@ -69,7 +69,7 @@ def test_a_workload_asks_every_real_prompt_and_joins_them_to_a_long_one():
         (None, r"--prompts .*p.txt: cannot be read"),
         ("a pipe", r"--prompts .*p.txt: is no regular file"),
         ("\n \n", "holds no prompt; write one a line"),
-        ("a" * (LONGEST + 1), f"has {LONGEST + 7} tokens; give {LONGEST} at most"),
+        ("a" * (LONGEST + 1), f"has {LONGEST + 7} tokens; give 1 to {LONGEST}"),
     ],
 )
 def test_prompts_that_cannot_be_used_are_refused(text: str | None, message: str, spelled: Path, tmp_path: Path):
@@ -80,6 +80,12 @@ def test_prompts_that_cannot_be_used_are_refused(text: str | None, message: str,
         file.write_text(text)
     with pytest.raises(PromptsError, match=message):
         read_prompts(str(file), spelled)
+
+
+def test_a_prompt_that_a_tokenizer_leaves_out_is_refused(spelled: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("true_on_policy.verify.prompts._tokens", lambda *_: ())
+    with pytest.raises(PromptsError, match="has 0 tokens; give 1 to"):
+        read_prompts("builtin", spelled)
 
 
 @pytest.fixture(scope="module")

@@ -177,6 +177,15 @@ def test_an_mlp_that_is_padded_with_zeros_is_equal_and_one_padded_with_others_is
 # ---------------------------------------------------------------------------------------------------- planted faults
 
 
+@pytest.mark.parametrize("numbers", [(0, 1, 2, 7), (1, 2, 3, 4)])
+def test_experts_under_other_numbers_are_not_the_engines(numbers: tuple[int, ...]) -> None:
+    weights = checkpoint(experts=True)
+    other = lambda name: re.sub(r"(?<=experts\.)\d+", lambda at: str(numbers[int(at[0])]), name)  # noqa: E731
+    renamed = {other(name): weight for name, weight in weights.items()}
+    found = compare(Engine([loaded(weights)]), renamed)
+    assert "mlp.experts.w13_weight: the trainer holds no" in str(found)
+
+
 @pytest.mark.parametrize(
     ("name", "at"),
     [

@@ -139,7 +139,8 @@ class LogProbRecord:
 
 def absent(log_probs: Float[Tensor, "T"]) -> Bool[Tensor, "T"]:
     """Whether a number is no log-prob of a sampled token: NaN, infinite, or out of bounds. It is equal to nothing."""
-    return ~((log_probs > LOWEST) & (log_probs <= HIGHEST))
+    widened = log_probs.float()  # numbers of 8 bits have no order
+    return ~((widened > LOWEST) & (widened <= HIGHEST))
 
 
 def provenance(contract: Contract | None = None) -> dict[str, str]:

@@ -103,7 +103,9 @@ def read_recording(path: Path | str) -> Recording:
     if twice := [entry.key for (place, entry), (other, _) in pairwise(items) if place == other and not place[0]]:
         why = "has step, rank and dump_index of another dump: two recordings lie here; record into an empty folder"
         raise RecordError(f"{path}: {twice[0]} {why}")
-    return Recording(path, numbered(entry for _, entry in items))
+    entries = [entry for _, entry in items]
+    chosen = (entry for index in sorted(path.glob("*.index.json")) for entry in _chosen(index, entries))
+    return Recording(path, numbered([*entries, *chosen]))
 
 
 def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
@@ -158,7 +160,8 @@ def _files(path: Path) -> list[Path]:
         hint = f"; there are some in {', '.join(map(str, below[:5]))}" if below else ""
         raise RecordError(f"{path}: holds no {', '.join(READERS)}{hint}")
     others = {file for file in path.iterdir() if _holds_tensors(file) and not file.is_dir()}
-    return [*{*files, *below, *others, *(file for index in path.glob("*.index.json") for file in _missing(index))}]
+    missing = (file for index in path.glob("*.index.json") for file in read(index, partial(_missing, index)))
+    return [*{*files, *below, *others, *missing}]
 
 
 def _holds_tensors(file: Path) -> bool:
@@ -177,18 +180,36 @@ def _may_hide_tensors(folder: Path) -> bool:
     return bool(unread) or any(_holds_tensors(Path(name)) for name in names)
 
 
-def _missing(index: Path) -> list[Path]:
-    """The shards that an index of a checkpoint names and its folder lacks.
+def _shards(index: Path) -> dict[str, Path]:
+    """Read in which shard an index says that each weight of a checkpoint is.
 
-    An index of shards beside a checkpoint of the other format alone is left over from a download.
+    An index of shards beside a checkpoint of the other format alone is left over from a download, and says nothing.
     """
     opened = Opened(index)
-    held = read(index, lambda: json.loads(opened.bytes_at(0, opened.size)))
+    held = json.loads(opened.bytes_at(0, opened.size))
     named = held.get("weight_map") if isinstance(held, dict) else None
-    shards = {index.parent / str(name) for name in named.values()} if isinstance(named, dict) else ()
+    shards = {name: index.parent / str(shard) for name, shard in named.items()} if isinstance(named, dict) else {}
     formats = {file.suffix for file in index.parent.iterdir() if file.name != ARGUMENTS} & {".bin", ".safetensors"}
-    ours = [file for file in shards if not formats or file.suffix in formats]
-    return read(index, lambda: [file for file in ours if not file.exists()])
+    return {name: shard for name, shard in shards.items() if not formats or shard.suffix in formats}
+
+
+def _missing(index: Path) -> list[Path]:
+    return [shard for shard in _shards(index).values() if not shard.exists()]
+
+
+def _chosen(index: Path, entries: Sequence[Entry]) -> Iterator[Entry]:
+    """Yield what an index of a checkpoint decides: which shards are loaded, and which copy of a weight counts."""
+    held, shards = {entry.key.name: entry.load for entry in entries}, _shards(index)
+    stems = {shard.stem for shard in shards.values()}
+    prefixes = [f"{stem}." for stem in stems]
+    copies = Counter(name[len(prefix) :] for name in held for prefix in prefixes if name.startswith(prefix))
+    if shards:
+        yield Entry(Key(index.name), lambda: ", ".join(sorted(stems)))
+    for name, shard in shards.items():
+        load = held.get(f"{shard.stem}.{name}")
+        if shard.stem not in held and (load is None or copies[name] > 1):
+            lacking = RecordError(f"{index}: {name} is not in {shard.name}; save the checkpoint again")
+            yield Entry(Key(f"{index.name}.{name}"), load or partial(_raise, lacking))
 
 
 def _items(file: Path, alone: bool) -> list[_Item]:

@@ -140,7 +140,7 @@ def compare_log_probs(key: Key, a: LogProbRecord, b: LogProbRecord) -> Row:
         return Row(key, "not comparable", detail="no token is recorded")
     marks = [absent(side.log_probs) for side in (a, b)]
     missing = marks[0] | marks[1]
-    left, right = (side.log_probs.masked_fill(missing, 0) for side in (a, b))
+    left, right = (side.log_probs.where(~missing, 0) for side in (a, b))
     mismatch = first_mismatch(left, right, a.cu_seqlens)
     if mismatch is None and missing.any():
         where = coordinate(int(missing.int().argmax()), missing.shape, a.cu_seqlens)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from math import frexp, log10
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,6 +13,8 @@ from torch import Tensor
 
 from true_on_policy.engines.asking import log_prob, whole
 from true_on_policy.errors import EngineError as EngineError
+
+NO_CHANCE = -12  # a power of 10
 
 
 @dataclass(frozen=True)
@@ -108,13 +112,27 @@ def log_probs(values: Iterable[Any]) -> Float32[Tensor, "_"]:
     """Read an answer's log-probs; JSON carries a float32 as the float64 of equal value, or in fewest digits.
 
     Raises:
-        EngineError: numbers that are no float32 have five decimals or fewer, so that their last bits are lost.
+        EngineError: numbers that are no float32 have so few digits that their last bits are lost.
     """
     given = torch.tensor([*map(log_prob, values)], dtype=torch.float64)
-    others = given[given != given.float()]
-    if len(others) and torch.equal(others, others.round(decimals=5)):
-        raise EngineError(f"log-probs are rounded, as {others[0].item()!r} is, by the server or a proxy before it")
+    others = given[given != given.float()].tolist()
+    if others and _are_rounded(others):
+        raise EngineError(f"log-probs are rounded, as {others[0]!r} is, by the server or a proxy before it")
     return given.float()
+
+
+def _are_rounded(numbers: Sequence[float]) -> bool:
+    """Whether numbers have five decimals at most, or so few digits as float32 in its fewest digits has by no chance."""
+    written = [Decimal(repr(number)).normalize() for number in numbers]
+    digits = [len(each.as_tuple().digits) for each in written]
+    places = [each.adjusted() for each in written]  # the power of 10 of the first digit
+    apart = [(frexp(number)[1] - 24) * log10(2) for number in numbers]  # neighbours in float32, as a power of 10
+    decimals = max(count - 1 - first for count, first in zip(digits, places, strict=True))
+    chances = (
+        sum(min(space + decimals, 0) for space in apart),
+        sum(min(space + max(digits) - 1 - first, 0) for space, first in zip(apart, places, strict=True)),
+    )
+    return decimals <= 5 or min(chances) < NO_CHANCE
 
 
 def sglang_rows(rows: Any) -> tuple[tuple[int, ...], Float32[Tensor, "_"]]:

@@ -99,6 +99,8 @@ def softmax(stock, keyset, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 def mean(stock, keyset, x: Tensor, dim, keepdim: bool = False, *, dtype=None) -> Tensor:
     """Compute mean.dim; a single row is summed beside a copy of itself."""
+    if x.dim() == 0:
+        return stock.call_boxed(keyset, x, dim, keepdim, dtype=dtype)
     rows, shape = _rows(x, dim, keepdim)
     if len(rows) == 1:
         rows = rows.expand(2, -1).contiguous()

@@ -26,7 +26,7 @@ from true_on_policy.contract.gpu import GpuContract, Size, gpu_contract
 from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.observe.process import Observation, observe
 
-FORMAT = 2
+FORMAT = 3
 MOST_RANKS = 1 << 20
 RANKS = "ranks that were seen"
 CONTRACT = "contract"
@@ -43,7 +43,7 @@ class Process:
 
     rank, ranks: the rank of the process, and how many ranks its side has.
     url: the URL of the server that the process is a part of; empty where the process serves nothing.
-    host, pid: the machine of the process, and its process id there.
+    host, pid, began: the machine of the process, its process id there, and when it began, as `_began` tells.
     """
 
     rank: int = 0
@@ -51,11 +51,21 @@ class Process:
     url: str = ""
     host: str = ""
     pid: int = 0
+    began: int = 0
 
     @property
     def ended(self) -> bool:
-        """Whether the process ran on this machine and has ended."""
-        return self.host == socket.gethostname() and not Path("/proc", str(self.pid)).exists()
+        """Whether the process ran on this machine and has ended; another one may have its process id by now."""
+        return self.host == socket.gethostname() and self.began != _began(self.pid)
+
+
+def _began(pid: int) -> int:
+    """Return when a process of this machine began, in ticks since the machine did; -1 where it has ended."""
+    try:
+        state, *fields = Path("/proc", str(pid), "stat").read_text(errors="replace").rpartition(") ")[2].split()
+    except OSError:
+        return -1
+    return -1 if state in "ZX" else int(fields[18])  # a zombie has ended too
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class Dump:
 def this_process(url: str = "") -> Process:
     """Describe this process; its rank is torch.distributed's, and 0 of 1 where that is not initialized."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return Process(rank, ranks, url, socket.gethostname(), os.getpid())
+    return Process(rank, ranks, url, socket.gethostname(), os.getpid(), _began(os.getpid()))
 
 
 def place(path: Path, process: Process) -> Path:
@@ -207,7 +217,7 @@ def read(path: Path) -> Dump:
 
 def _process(stated: Any) -> Process:
     process = Process(**stated)
-    for name, kind in (("rank", int), ("ranks", int), ("url", str), ("host", str), ("pid", int)):
+    for name, kind in (("rank", int), ("ranks", int), ("url", str), ("host", str), ("pid", int), ("began", int)):
         if type(getattr(process, name)) is not kind:
             raise TypeError(f"{name} is {short(getattr(process, name))}")
     if not 0 <= process.rank < process.ranks <= MOST_RANKS:

@@ -91,8 +91,8 @@ def read_prompts(source: str, checkpoint: Path) -> Prompts:
     """Read the prompts of `--prompts`, each as the user's turn of a chat where the model has a chat template.
 
     Raises:
-        PromptsError: `prompt_lines` refuses the file, the checkpoint has no tokenizer, or a prompt has more
-            than LONGEST tokens or a token that stands for an image.
+        PromptsError: `prompt_lines` refuses the file, the checkpoint has no tokenizer, or a prompt has no
+            token, more than LONGEST, or one that stands for an image.
     """
     path, prompts = prompt_lines(source)
     tokenizer = _tokenizer(source, checkpoint)
@@ -105,8 +105,8 @@ def read_prompts(source: str, checkpoint: Path) -> Prompts:
         for token in placeholders.keys() & ids:
             what = f"the token {token}, which is {placeholders[token]} in the model's config.json"
             raise PromptsError(_refusal(source, prompt, what))
-        if len(ids) > LONGEST:
-            raise PromptsError(f"--prompts {source}: {prompt[:40]!r} has {len(ids)} tokens; give {LONGEST} at most")
+        if not 0 < len(ids) <= LONGEST:
+            raise PromptsError(f"--prompts {source}: {prompt[:40]!r} has {len(ids)} tokens; give 1 to {LONGEST}")
     name = BUILTIN if source == BUILTIN else path.name
     return Prompts(name, hashlib.sha256(path.read_bytes()).hexdigest(), tokens)
 

@@ -89,8 +89,8 @@ class Weights:
     def _experts(self, module: str, kind: str, shape: Sequence[int], rank: int, ranks: int) -> Tensor:
         """Stack the experts of a rank: `[K, 2F, H]` gate above up, or `[K, H, F]` down."""
         pattern = re.compile(rf"{re.escape(module)}\.(\d+)\.")
-        numbers = {int(match[1]) for match in map(pattern.match, self.named) if match}
-        rows = [[self[f"{module}.{number}.{source}.weight"] for source in EXPERTS[kind]] for number in sorted(numbers)]
+        count = len({match[1] for match in map(pattern.match, self.named) if match})
+        rows = [[self[f"{module}.{number}.{source}.weight"] for source in EXPERTS[kind]] for number in range(count)]
         if not rows:
             raise Lacking(f"{module}.0")
         dim, mine = (0, shape[1] // 2) if kind == "w13_weight" else (1, shape[2])
