@@ -13,7 +13,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, view
 from mis_plugins.errors import ConfigError, warn_once
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.host import LOSS_HOOK, Host, whole_number
+from mis_plugins.hosts.host import LOSS_HOOK, Host, has_temperature, whole_number
 
 Hook = Literal["file", "command", "tis", "loss", "watch", "routes"]
 Severity = Literal["refuse", "warn"]
@@ -285,6 +285,13 @@ CENTERS = (
         "rollout_top_p: {host} scores tokens over those that top-p leaves, and mis.center reads the engine's likeliest "
         "tokens of the whole vocabulary; set rollout_top_p: 1.0",
         arguments=("rollout_top_p",),
+    ),
+    of_centers(
+        "center without a temperature",
+        lambda given: given.config.center and not has_temperature(given.args),
+        "rollout_temperature: mis.center divides logits by it, as the engine does that samples; give a number above 0, or "
+        "leave mis.center out",
+        arguments=("rollout_temperature",),
     ),
     of_centers(
         "part of a kept set",

@@ -63,12 +63,12 @@ def _likeliest(batch: Batch, layout: Layout, top_k: int | None) -> tuple[Int[Ten
 
     An entry has none where the engine named no token, or where its log-prob is none (`shared/absent.py`).
     """
-    width = _width(batch)
+    width, held = _width(batch), [batch[HEAD_IDS], batch[HEAD_LOG_PROBS]]
     shaped = (
-        _joined([torch.as_tensor(x).reshape(-1, width) for x in batch[name]], layout)
-        for name in (HEAD_IDS, HEAD_LOG_PROBS)
+        [torch.as_tensor(x, device=getattr(x, "device", "cpu")).reshape(-1, width) for x in rows] for rows in held
     )
-    ids, behavior = next(shaped).long(), next(shaped).float()
+    ids, behavior = (_joined(rows, layout) for rows in shaped)
+    ids, behavior = ids.long(), behavior.float()
     behavior = torch.where((ids > ABSENT) & (behavior.abs() < -LOWEST), behavior, -torch.inf)
     if top_k is not None and width > top_k:
         behavior, likeliest = behavior.topk(top_k, -1)
@@ -79,13 +79,14 @@ def _likeliest(batch: Batch, layout: Layout, top_k: int | None) -> tuple[Int[Ten
 def _stream_rows(scored: Layout, totals: Sequence[int]) -> Int[Tensor, " S"]:
     """The row of the packed stream that scores each token of a contiguous layout: the position before the token."""
     firsts = (end - response - 1 for end, response in zip(accumulate(totals), scored.response_lengths, strict=True))
-    return torch.cat([first + torch.arange(*span) for i, first in enumerate(firsts) for span in scored.pieces(i)])
+    spans = ((first + start, first + stop) for i, first in enumerate(firsts) for start, stop in scored.pieces(i))
+    return torch.cat([torch.arange(*span, device="cpu") for span in spans])
 
 
 def _check(batch: Batch, layout: Layout, whole: bool) -> None:
     """Refuse a batch without a head, or with a head that does not fit its responses."""
     for name in (HEAD_IDS, HEAD_LOG_PROBS):
-        if not batch.get(name):
+        if batch.get(name) is None or not len(batch[name]):
             raise InputError(
                 f"{name}: none in this micro-batch; mis.center needs the engine's likeliest tokens at each position: "
                 "let the host ask for them (docs/algorithms.md says how)"

@@ -118,6 +118,12 @@ def whole_number(value: Any) -> int:
     return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0
 
 
+def has_temperature(args: Any) -> bool:
+    """Whether the engine divides its logits by a number; at a temperature of 0 it takes the likeliest token."""
+    temperature = getattr(args, "rollout_temperature", 1.0)
+    return isinstance(temperature, int | float) and 0 < temperature < math.inf
+
+
 def sequences_of(batch: Batch) -> dict[str, Any]:
     """Keys of a micro-batch that every host's own helper needs to score its sequences."""
     return {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}

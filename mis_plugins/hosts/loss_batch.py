@@ -12,7 +12,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.batch import check_apart, check_lengths, counts_of, layout_of, without_absent_
-from mis_plugins.hosts.host import HEAD_IDS, Batch, Host, Parallel
+from mis_plugins.hosts.host import HEAD_IDS, Batch, Host, Parallel, has_temperature
 from mis_plugins.loss.micro_batch import Head, LossInputs, Reduce
 from mis_plugins.packing.layout import Layout
 from mis_plugins.versions.segment_wise import Written
@@ -62,7 +62,7 @@ def _head(
     args: Any, batch: Batch, logits: Tensor, layout: Layout, parallel: Parallel, config: CorrectionConfig
 ) -> Head | None:
     """The engine's likeliest tokens, where the config centers, or full metrics find them in the batch."""
-    names_heads = _has(batch, HEAD_IDS) and _has(batch, "rollout_log_probs")
+    names_heads = _has(batch, HEAD_IDS) and _has(batch, "rollout_log_probs") and has_temperature(args)
     if config.center is None and not (config.metrics in ("full", "all") and names_heads):
         return None
     from mis_plugins.hosts.head import head_of

@@ -66,6 +66,7 @@ FOUND: list[Case] = [
     ("center beside true on policy", {"true_on_policy_mode": True}, CENTER, ("miles",)),
     ("center beside top-p", {"rollout_top_p": 0.95}, CENTER, ("slime",)),
     ("center beside top-p", {**KEPT_BY_HOOKS, "rollout_top_logprobs_num": 32}, CENTER, MEGATRON),
+    ("center without a temperature", {"rollout_temperature": 0}, CENTER, MEGATRON),
     ("part of a kept set", {**KEPT_BY_HOOKS, "rollout_top_k": 64}, CENTER, ("miles",)),
     ("corrected twice", {"use_rollout_logprobs": True, "use_tis": True}, WEIGHT, ALL),
     ("corrected twice", {"use_rollout_logprobs": True, "use_tis": True, "get_mismatch_metrics": True}, WEIGHT, ALL),

@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import random
+import sys
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import head
 from mis_plugins.loss.centering import kept_by_rules
 from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ranks
@@ -196,6 +198,31 @@ def test_packed_sequences_are_not_padded(one_process: None) -> None:
     """Rows of `thd` have the sequences' own lengths, whatever else the batch says."""
     _, gradient, _ = run(Batch(3, change=lambda host: host.update(max_seq_lens=[64] * len(LENGTHS))), args())
     assert error(gradient, wanted(Batch(3), None)) < 1e-6
+
+
+def test_heads_may_be_stacked_and_are_read_where_they_lie(one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may stack responses of one length, and leave torch's default device on one without numbers."""
+    monkeypatch.setattr(sys.modules[__name__], "LENGTHS", (4, 4))
+    stacked = Batch(3, change=lambda host: host.update({name: torch.stack(host[name]) for name in HEAD}))
+    _, gradient, _ = run(stacked, args())
+    assert error(gradient, wanted(stacked, None)) < 1e-6
+    head_of = head.head_of
+
+    def under_meta(*given: Any) -> Any:
+        with torch.device("meta"):
+            return head_of(*given)
+
+    monkeypatch.setattr(head, "head_of", under_meta)
+    assert torch.equal(run(Batch(3), args())[1], gradient)
+
+
+def test_without_a_temperature_nothing_centers(one_process: None) -> None:
+    """The engine took the likeliest tokens: centering is refused, and its metrics are left out."""
+    greedy, watching = args(), args(center=None, metrics="full")
+    greedy.rollout_temperature = watching.rollout_temperature = 0
+    with pytest.raises(ConfigError, match=r"^rollout_temperature: mis\.center .* leave mis\.center out"):
+        run(Batch(3), greedy)
+    assert not any(name.startswith("center_") for name in run(Batch(3), watching)[2])
 
 
 @pytest.mark.parametrize("keys", [{}, {"metrics": "full"}, {"metrics": "full", "center": None}], ids=str)
