@@ -70,7 +70,11 @@ KPOP = (
 CLIPS = ("actor.eps_clip", "actor.eps_clip_higher", "actor.c_clip")
 UNSERVED: dict[str, tuple[Any, str]] = {
     "prox_logp_method": ("recompute", "pi_old is always recomputed here; mis.segment_wise.method is about pi_{v+1}."),
-    "importance_sampling_level": ("token", "the clip's ratio, here --advantage-estimator gspo or mis.objective.ratio."),
+    "importance_sampling_level": (
+        "token",
+        "the clip's ratio, here --advantage-estimator gspo or mis.objective.ratio, of all valid tokens; AReaL's is of "
+        "those that rejection leaves.",
+    ),
 }
 """Keys of `actor:` that nothing here reads: AReaL's default, and what to know of another value."""
 

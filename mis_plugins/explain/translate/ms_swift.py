@@ -26,8 +26,10 @@ from mis_plugins.explain.translate.translation import (
     is_open,
     places,
     refuse_open,
+    refuse_short,
     settings_behind,
     truth,
+    whole,
 )
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
@@ -56,6 +58,7 @@ UNSERVED = {
 }
 """Keys of the loss that nothing here reads: ms-swift's default, and what another value does."""
 OF_CLIP = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"), "importance_sampling_level": ("token",)}
+READ = (TYPE, *KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS, *CLIPS, *UNSERVED)
 BESIDE = {
     "loss_type": dict.fromkeys(("grpo", "sapo"), OVER_RESPONSES)
     | dict.fromkeys(("bnpo", "dapo", "cispo"), OVER_TOKENS),
@@ -106,6 +109,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     for key in keys:
         if key not in KEYS and key.startswith(FAMILIES):
             raise ConfigError(f"{cut(key)}: no key of ms-swift's; known are {', '.join(KEYS)}")
+    refuse_short(keys, READ)
     own = (*OF_CLIP, *OWN[str(keys[LOSS])]) if _has_own_loss(keys) else ()
     read = dict.fromkeys((*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *own, *CLIPS, *UNSERVED))
     given = {key: keys[key] for key in read if key in keys}
@@ -198,6 +202,8 @@ def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
         )
     if masks:
         yield f"{DELTA}: without rollout log-probs ms-swift and the hook compare with the trainer before the update."
+    if masks and given.get(LOSS) == "bnpo":
+        yield f"{LOSS}: bnpo: ms-swift divides by the tokens that its mask leaves, and the hosts by all valid ones."
     if mode is not None or masks:
         if given.get(LOSS) in (None, *OF_CLIP[LOSS]):
             yield from clip_flags(given, CLIPS)
@@ -253,7 +259,7 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
 
 
 def _is_ours(key: str) -> bool:
-    return key in (TYPE, *KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS, *CLIPS, *UNSERVED) or key.startswith(FAMILIES)
+    return key.startswith(FAMILIES) or bool(whole(key, READ))
 
 
 def _starts(word: str) -> bool:

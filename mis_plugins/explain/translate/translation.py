@@ -29,7 +29,7 @@ BY_ENTROPY = (1.0, "keeps tokens of high entropy alone in the policy loss; nothi
 NO_TRUNCATED = (False, "drops truncated responses from the loss; nothing here does.")
 """What masks the loss and nothing here reads: the framework's default, and what another value does."""
 WIDTH = 0.2  # of PPO's clip, in every framework and in the hosts
-HYDRAS_NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
+HYDRAS_NUMBER = re.compile(r"[-+]?(?!0\d)(\d[\d_]*)?\.?(\d[\d_]*)?(e[-+]?\d[\d_]*)?", re.IGNORECASE)
 HELD = re.compile(r"""'[^']*'|"[^"]*"|\$\{[^}]*\}|\\.""")  # what hides a comma from Hydra
 ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")  # what a backslash takes for a letter in Hydra's text without quotes
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # of Hugging Face's parser
@@ -110,6 +110,8 @@ def load(text: str) -> Any:
 def of_hydra(text: str) -> Any:
     """A value of Hydra's command line, `{key:value}` too, read as YAML; a number to YAML alone (010) stays text."""
     text = text if text[:1] in ("'", '"') else ESCAPED.sub(r"\1", text)
+    if "_" in text and HYDRAS_NUMBER.fullmatch(text.strip()):
+        return Unquoted(text.strip())
     value = load(text.replace(":", ": ") if text.startswith("{") else text)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return text if is_number and not HYDRAS_NUMBER.fullmatch(text.strip()) else value
@@ -187,6 +189,18 @@ def flag_of(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
+def whole(key: str, names: Iterable[str]) -> list[str]:
+    """The names that a flag may be short for, as argparse takes it; one or two letters begin too many."""
+    return [name for name in names if len(key) > 2 and name.startswith(key)]
+
+
+def refuse_short(keys: Iterable[str], names: Collection[str]) -> None:
+    """Refuse shortened flags, which argparse takes where they begin one flag alone."""
+    for key in keys:
+        if (may := whole(key, names)) and key not in names:
+            raise ConfigError(f"{key}: short for {may[0]} where no other flag of the script begins so; write it out")
+
+
 def settings_behind(
     words: Iterable[str],
     expected: str,
@@ -226,13 +240,15 @@ def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = F
     widths = {key: number(given[key], key) for key in keys if given.get(key) is not None}
     low = widths.get(keys[0], WIDTH)
     high = widths.get(keys[1], low)
-    if of_ratio:
-        low, high = 1.0, high - 1
+    if of_ratio and keys[1] not in widths:
+        yield f"{keys[1]} is not in it: CISPO then cuts every ratio at {keys[0]}, {high:g}; ScaleRL's paper has 5."
+    if of_ratio and high < 1:
+        yield f"No --eps-clip-high of the hosts caps ratios at {high:g}, below 1; put {keys[1]}=VALUE behind the file."
+        return
+    low, high = (1.0, high - 1) if of_ratio else (low, high)
     dual = f" --eps-clip-c {widths[keys[2]]:g}" if keys[2] in widths else ""
     if widths or of_ratio:
         yield f"{', '.join(widths) or keys[0]}: pass --eps-clip {low:g} --eps-clip-high {high:g}{dual}."
-    if of_ratio and keys[1] not in widths:
-        yield f"{keys[1]} is not in it: CISPO then cuts every ratio at {keys[0]}, {high + 1:g}; ScaleRL's paper has 5."
 
 
 def beside(given: Mapping[str, Any], unserved: Mapping[str, tuple[Any, str]], clips: Sequence[str]) -> Iterator[str]:

@@ -34,8 +34,10 @@ from mis_plugins.explain.translate.translation import (
     listed,
     places,
     refuse_open,
+    refuse_short,
     settings_behind,
     truth,
+    whole,
 )
 
 FAMILY = "vllm_importance_sampling_"
@@ -109,8 +111,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     for key in keys:
         if key.startswith(FAMILIES) and key not in KEYS:
             raise ConfigError(f"{cut(key)}: no key of TRL's; known are {', '.join(KEYS)}")
-        if (whole := _whole(key)) and key not in (*READ, *source.tree):  # a yaml may hold any key
-            raise ConfigError(f"{key}: short for {whole[0]} where no other flag of the script begins so; write it out")
+    refuse_short(keys.keys() - source.tree.keys(), READ)  # a yaml may hold any key
     given = {key: _nothing(keys[key]) for key in READ if key in keys}
     if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, GMPO):
         source.prove_nothing()
@@ -341,12 +342,7 @@ def _switched_off(setting: str) -> str:
 
 def _is_read(key: str) -> bool:
     """Whether a flag is one of `READ`, in full or shortened as argparse takes it, or may be another of its families."""
-    return key.startswith(FAMILIES) or bool(_whole(key))
-
-
-def _whole(key: str) -> list[str]:
-    """The keys that a flag may be short for; one or two letters begin too many of TRL's flags."""
-    return [name for name in READ if len(key) > 2 and name.startswith(key)]
+    return key.startswith(FAMILIES) or bool(whole(key, READ))
 
 
 def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
