@@ -80,14 +80,9 @@ UNSERVED: dict[str, tuple[Any, str]] = {
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
-    """Translate AReaL's yaml as AReaL's code reads it, also where its document says otherwise.
+    """Translate AReaL's yaml as AReaL's code reads it; PATH=VALUE of `behind` win over the file, as in a command.
 
-    Args:
-        behind: PATH=VALUE, as on AReaL's command line, which win over the file.
-
-    Raises:
-        ConfigError: no key of AReaL's, a value that AReaL refuses, or a setting without a counterpart; the
-            error quotes the key.
+    It raises ConfigError, with the key, for a key or a value that AReaL refuses, or that has no counterpart.
     """
     expected = f"actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}"
     won = dict(settings_behind(behind, expected, _is_read, methodcaller("lstrip", "+"), of_hydra))
@@ -155,11 +150,8 @@ def _with(tree: Any, parts: Sequence[str], value: Any) -> Any:
 
 def _leaves(keys: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     for place, value in keys.values():
-        yield from (
-            ((f"{place}.{key}", inner) for key, inner in value.items())
-            if isinstance(value, Mapping)
-            else [(place, value)]
-        )
+        inner = value if isinstance(value, Mapping) else {"": value}
+        yield from ((f"{place}.{key}".rstrip("."), leaf) for key, leaf in inner.items())
 
 
 def _placed_config(by_key: Mapping[str, tuple[str, Any]], where: Mapping[str, str]) -> CorrectionConfig:
@@ -198,11 +190,7 @@ def _is_decoupled(keys: Collection[str], config: CorrectionConfig) -> bool:
 
 
 def _sapo(keys: Mapping[str, Any]) -> CorrectionConfig:
-    """SAPO against the log-probs of the rollout engine, or against recomputed ones; AReaL rejects nothing there.
-
-    Raises:
-        ConfigError: AReaL has SAPO in place of decoupled PPO, so that one config names both.
-    """
+    """SAPO against the log-probs of the rollout engine, or recomputed ones; without rules or decoupled PPO."""
     reading.convert(bool, keys[SAPO], SAPO)
     for name in (DECOUPLED, CAP, FLOOR, ENABLE):
         if keys.get(name):
@@ -246,10 +234,9 @@ def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
 
 
 def _places(tree: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """AReaL's keys that are set, at the top level or in its blocks: where each stands, and its value.
+    """AReaL's keys that are set, unknown ones too, at the top level or in its blocks: where each stands, and its value.
 
-    Keys of a block that no one knows are among them, so that they are refused as at the top level. It raises
-    ConfigError where two places contradict each other.
+    It raises ConfigError where two places contradict each other.
     """
     blocks = {f"{name}.": tree[name] for name in reading.AREAL_BLOCKS if isinstance(tree.get(name), Mapping)}
     keys: dict[str, tuple[str, Any]] = {}
@@ -271,11 +258,7 @@ def _places(tree: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 
 def _renamed(keys: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-    """Keys of an earlier AReaL as `rejection_sampling`, by the mapping that AReaL's own error gives.
-
-    Raises:
-        ConfigError: both stand in the file, or an unknown mode.
-    """
+    """Keys of an earlier AReaL as `rejection_sampling`, by the mapping that AReaL's own error gives."""
     (_, cap), (mode_at, mode) = keys.get(OLD_CAP, (OLD_CAP, 5.0)), keys.get(OLD_MODE, (OLD_MODE, "token_mask"))
     place = keys.get(OLD_CAP, (mode_at,))[0]
     if REJECTION in keys:

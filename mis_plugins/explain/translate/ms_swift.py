@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from mis_plugins.config.reading import number
-from mis_plugins.errors import ConfigError, cut
+from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, config_of, flags, other_of, tree_or_script
 from mis_plugins.explain.translate.translation import (
@@ -20,13 +20,13 @@ from mis_plugins.explain.translate.translation import (
     Translation,
     as_written,
     beside,
+    check_keys,
     choice,
     clip_flags,
     flag_of,
     is_open,
     places,
     refuse_open,
-    refuse_short,
     settings_behind,
     truth,
     whole,
@@ -89,14 +89,10 @@ MODES = {
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_documented: bool = False) -> Translation:
-    """Translate ms-swift's arguments as its code reads them, also where its document says otherwise.
+    """Translate ms-swift's arguments as its code reads them, or `as_documented` where its document says otherwise.
 
-    Args:
-        behind: KEY=VALUE, which win over the file.
-        as_documented: follow the document, and not the code, where the two differ.
-
-    Raises:
-        ConfigError: no key of ms-swift's, an unknown mode, or a value that only the launch decides.
+    KEY=VALUE of `behind` win over the file. It raises ConfigError for no key of ms-swift's, an unknown mode, or a value
+    that only the launch decides.
     """
     expected, options = f"KEY=VALUE, KEY one of {', '.join(KEYS)}", "options are --line N and --as-documented"
     won = dict(settings_behind(behind, expected, _is_ours, options=options))
@@ -106,10 +102,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
         keys[LOSS] = losses[0]
     if (kind := keys.get(TYPE, GRPO)) != GRPO and not is_open(kind):
         raise ConfigError(f"nothing to translate: {TYPE}: {as_written(kind)}; ms-swift corrects with {GRPO} alone")
-    for key in keys:
-        if key not in KEYS and key.startswith(FAMILIES):
-            raise ConfigError(f"{cut(key)}: no key of ms-swift's; known are {', '.join(KEYS)}")
-    refuse_short(keys, READ)
+    check_keys("ms-swift", keys, READ, KEYS, FAMILIES)
     own = (*OF_CLIP, *OWN[str(keys[LOSS])]) if _has_own_loss(keys) else ()
     read = dict.fromkeys((*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *own, *CLIPS, *UNSERVED))
     given = {key: keys[key] for key in read if key in keys}

@@ -194,10 +194,15 @@ def whole(key: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if len(key) > 2 and name.startswith(key)]
 
 
-def refuse_short(keys: Iterable[str], names: Collection[str]) -> None:
-    """Refuse shortened flags, which argparse takes where they begin one flag alone."""
+def check_keys(
+    package: str, keys: Iterable[str], read: Collection[str], own: Sequence[str], families: tuple[str, ...],
+    free: Collection[str] = (),
+) -> None:  # fmt: skip
+    """Refuse a key of a family that is not the package's own, and a flag short for another, but for `free`."""
     for key in keys:
-        if (may := whole(key, names)) and key not in names:
+        if key.startswith(families) and key not in own:
+            raise ConfigError(f"{cut(key)}: no key of {package}'s; known are {', '.join(own)}")
+        if (may := whole(key, read)) and key not in (*read, *free):
             raise ConfigError(f"{key}: short for {may[0]} where no other flag of the script begins so; write it out")
 
 

@@ -28,13 +28,13 @@ from mis_plugins.explain.translate.translation import (
     Translation,
     as_written,
     beside,
+    check_keys,
     choice,
     clip_flags,
     flag_of,
     listed,
     places,
     refuse_open,
-    refuse_short,
     settings_behind,
     truth,
     whole,
@@ -95,23 +95,15 @@ SOURCES = {
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
-    """Translate TRL's arguments as its code reads them.
+    """Translate TRL's arguments as its code reads them; KEY=VALUE of `behind` win over the file.
 
-    Args:
-        behind: KEY=VALUE, which win over the file.
-
-    Raises:
-        ConfigError: no key of TRL's, a value that TRL refuses, a loss without a counterpart, or a value that only the
-            launch decides.
+    It raises ConfigError for no key of TRL's, a value that TRL refuses or the launch decides, or a loss unlike ours.
     """
     expected = f"KEY=VALUE, KEY one of {', '.join(READ)}"
     won = dict(settings_behind(map(_switched_off, behind), expected, _is_read))
     source = _said(text, set(won), asked)
     keys = {**source.settings, **won}
-    for key in keys:
-        if key.startswith(FAMILIES) and key not in KEYS:
-            raise ConfigError(f"{cut(key)}: no key of TRL's; known are {', '.join(KEYS)}")
-    refuse_short(keys.keys() - source.tree.keys(), READ)  # a yaml may hold any key
+    check_keys("TRL", keys, READ, KEYS, FAMILIES, source.tree)  # a yaml may hold any key
     given = {key: _nothing(keys[key]) for key in READ if key in keys}
     if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, GMPO):
         source.prove_nothing()
@@ -329,7 +321,6 @@ def _literal(node: ast.expr, source: str) -> Any:
 
 
 def _nothing(value: Any) -> Any:
-    """None for the words that TRL's parser takes for it."""
     return None if isinstance(value, str) and value.lower() in ("none", "null") else value
 
 

@@ -200,11 +200,7 @@ class Draft:
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
-    """A yaml of verl's or a part of one, a launch script, or a preset's name; Hydra overrides behind it win over each.
-
-    Raises:
-        ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
-    """
+    """Translate a yaml of verl's, a part of it, a launch script or a preset's name; Hydra overrides behind it win."""
     # Hydra's `+` adds a key.
     overrides = settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_read, lambda key: _full(key.lstrip("+")), _value)
     won = _of_overrides(dict(overrides))
@@ -436,12 +432,11 @@ def _check_copy(settings: Mapping[str, Any]) -> None:
     """Refuse a block of the loss that is no copy of the correction in bypass, as verl's trainer makes one."""
     for path, value in settings.items():
         if path.startswith(IN_LOSS) and value not in (None, False):  # as verl's own yaml of a run has them
-            twin, reads_it = f"{SECTION}{path.removeprefix(IN_LOSS)}", settings.get(MODE_PATH) == "bypass_mode"
-            if not reads_it and settings.get(BYPASS) is not True and settings.get(twin, BYPASS) == value:
+            twin, is_bypass = f"{SECTION}{path.removeprefix(IN_LOSS)}", settings.get(BYPASS) is True
+            is_idle = settings.get(MODE_PATH) != "bypass_mode" and settings.get(twin, BYPASS) == value
+            if (path, value) == (IN_LOSS, f"${{{SECTION}}}") if is_bypass else is_idle:
                 continue
-            if settings.get(BYPASS) is True and (path, value) == (IN_LOSS, f"${{{SECTION}}}"):
-                continue
-            if settings.get(BYPASS) is not True or twin not in settings:
+            if not is_bypass or twin not in settings:
                 raise ConfigError(
                     f"{IN_LOSS}: verl reads this block in bypass mode alone, and its trainer fills it; put its keys "
                     f"under {SECTION}, with bypass_mode: true"
