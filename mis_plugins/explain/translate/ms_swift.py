@@ -36,6 +36,7 @@ MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampli
 COMMANDS = ("pt", "sft", "infer", "merge-lora", "web-ui", "deploy", "rollout", "sample", "export", "eval", "app")
 """Commands of `swift` and `megatron` that start something else than `rlhf`, the one trainer that corrects."""
 TYPE, GRPO = "rlhf_type", "grpo"
+READ_AS = f"{TYPE} is read as {GRPO} here; ms-swift's default is dpo, which reads none of this."
 USE_VLLM, REAL = "use_vllm", "real"  # a `loss_type` that reads no weights
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"
 TAUS, LOSS, LEVEL = ("tau_pos", "tau_neg"), "loss_type", "importance_sampling_level"
@@ -120,8 +121,9 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     mis = _weighed(given, as_documented) | _masked(given) | _objective(given)
     if not mis:
         source.prove_nothing()
+    unsaid = (READ_AS,) if mis and keys.get(TYPE) != GRPO else ()
     mis["metrics"] = "watch" if mis or truth(given.get(METRICS, False), METRICS) else "none"
-    return Translation("ms-swift", given, mis, SOURCES, (*source.notes, *_notes(given, as_documented)))
+    return Translation("ms-swift", given, mis, SOURCES, (*source.notes, *unsaid, *_notes(given, as_documented)))
 
 
 def _weighed(given: Mapping[str, Any], as_documented: bool) -> dict[str, Any]:

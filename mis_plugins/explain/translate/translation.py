@@ -118,11 +118,7 @@ def of_hydra(text: str) -> Any:
 
 
 def of_script(path: str, text: str, read: Callable[[str], Any] = of_hydra) -> Any:
-    """The value of an override in a script.
-
-    Raises:
-        ConfigError: a comma without quotes or brackets, with which Hydra sweeps over values, and refuses to.
-    """
+    """The value of an override in a script; raises ConfigError for a comma with which Hydra sweeps over values."""
     if not text.startswith(("[", "{")) and "," in HELD.sub("", text):
         raise ConfigError(
             f"{path}={cut(text)}: Hydra refuses a comma that no quotes hold, and with --multirun starts a run for each "

@@ -8,7 +8,7 @@ Settings are read by their full path, whether a yaml, a launch script or a Hydra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -260,7 +260,7 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
         return Said(_of_section(text))
     source = tree_or_script(text, DIALECT, behind, asked)
     tree = {key: value for key, value in source.tree.items() if key not in ("hydra", "defaults")}
-    of_yaml, script = dict(_flat(tree, is_whole=not WHOLE.isdisjoint(tree))), _of_script(source.settings)
+    of_yaml, script = _once(_flat(tree, is_whole=not WHOLE.isdisjoint(tree))), _of_script(source.settings)
     is_by_default = script.get(ASYNC) or any(name in str(source.tree.get("defaults")) for name in OWN_ASYNC)
     if is_by_default or "async_training" in tree:
         of_yaml = {ASYNC: True} | ({BYPASS: True} if is_by_default else {}) | of_yaml
@@ -269,6 +269,15 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     seen = {part for path in of_yaml for part in path.split(".")}
     strays = [place for place in places(tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
     return replace(source, settings={**of_yaml, **script}).beside(strays)
+
+
+def _once(settings: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The settings of a yaml by path, some begun below the root; raises ConfigError for two values of one."""
+    once: dict[str, Any] = {}
+    for path, value in settings:
+        if once.setdefault(path, value) != value:
+            raise ConfigError(f"{path}: {as_written(value)} contradicts {as_written(once[path])}; keep one of them")
+    return once
 
 
 def _of_section(call: str) -> dict[str, Any]:
@@ -303,11 +312,7 @@ def _of_script(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of Hydra's overrides, of which each may hold a mapping of several.
-
-    Raises:
-        ConfigError: a value in the place of a mapping, or a setting beside one for all of its mapping.
-    """
+    """The settings of Hydra's overrides, of which each may be a mapping; none stands beside one for all of it."""
     for path, value in values.items():
         if not isinstance(value, Mapping) and not _is_ours(path):
             raise ConfigError(f"{path}: got {shown(value)}; expected a mapping")
@@ -387,11 +392,7 @@ DIALECT = Dialect(
 
 
 def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the correction and of a loss of `LOSS_MODES` by verl's keys.
-
-    Raises:
-        ConfigError: nothing to translate, an unknown key, or one of an earlier release.
-    """
+    """The settings of the correction and of a loss of `LOSS_MODES` by verl's keys, all of them checked."""
     if settings.get(SECTION, 0) is None and any(path.startswith(f"{SECTION}.") for path in settings):
         raise ConfigError(f"{SECTION}: null stands beside keys of it; give one of them")
     for path, value in settings.items():
