@@ -85,11 +85,11 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     It raises ConfigError, with the key, for a key or a value that AReaL refuses, or that has no counterpart.
     """
     expected = f"actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}"
-    won = dict(settings_behind(behind, expected, _is_read, methodcaller("lstrip", "+"), of_hydra))
-    source = tree_or_script(text, DIALECT, set(won), asked)
+    won = list(settings_behind(behind, expected, _is_read, methodcaller("lstrip", "+"), of_hydra))
+    source = tree_or_script(text, DIALECT, set(dict(won)), asked)
     own = {path: value if is_open(value) else of_script(path, str(value)) for path, value in source.settings.items()}
     tree = source.tree
-    for path, value in {**own, **won}.items():
+    for path, value in [*own.items(), *won]:
         tree = _with(tree, _place(tree, path).split("."), value)
     by_key = _places(tree)
     read = tuple(f"{block}.{key}" for block in reading.AREAL_BLOCKS for key in by_key)

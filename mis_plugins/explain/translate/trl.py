@@ -260,10 +260,7 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
 def _of_call(text: str, behind: set[str]) -> Said:
     """The keywords of the one call `GRPOConfig(...)` or `GMPOConfig(...)` in Python source, which is never run.
 
-    Its first argument may stand without a keyword: `output_dir`.
-
-    Raises:
-        ConfigError: no Python, no or several calls, or a key of the correction that stands elsewhere.
+    Its first argument may stand without a keyword: `output_dir`. No key of the correction may stand elsewhere.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # of the user's own script
