@@ -289,8 +289,8 @@ CENTERS = (
     of_centers(
         "center without a temperature",
         lambda given: given.config.center and not has_temperature(given.args),
-        "rollout_temperature: mis.center divides logits by it, as the engine does that samples; give a number above 0, or "
-        "leave mis.center out",
+        "rollout_temperature: mis.center divides logits by it, as the engine does that samples; give a number above 0, "
+        "or leave mis.center out",
         arguments=("rollout_temperature",),
     ),
     of_centers(

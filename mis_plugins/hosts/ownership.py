@@ -47,7 +47,7 @@ class Hook(functools.partial[R]):
     All hooks have one class: a parser that meets it a second time adds nothing, and hands its values to each.
     """
 
-    def __new__(cls, function: Callable[..., R]) -> Hook[R]:
+    def __new__(cls, function: Callable[..., R]) -> "Hook[R]":
         return super().__new__(cls, untraced(function))
 
     def __init__(self, function: Callable[..., R]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from batches import make_batch
 from peers import areal, ms_swift, openrlhf, skyrl, trl, verl
 from peers.rows import Rows, fixed_rows, our_metrics, ours, preset, surrogate_loss
@@ -172,20 +173,24 @@ def test_mask_differs():
 
 
 def test_denominator_differs():
-    """D7. After rejection verl divides by the tokens that are left, AReaL by those that were valid.
+    """D7. After rejection verl's loss alone divides by the tokens that are left, AReaL by those that were valid.
 
-    `denominator: kept` and `original`. verl's mean over responses leaves the empty ones out of its count, too; ours
-    does not, as the host counts the responses.
+    `denominator: kept` and `original`. verl's trainers hand their loss two counts: of all responses, and of the tokens
+    that were valid before rejection, but for `use_v1: false` without bypass. `config from-verl` follows the trainers.
     """
     batch = fixed_rows([[0.0, 2.0], [2.0, 2.0]])
     target = batch.pad(batch.target)
     rule = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
-    by_token, by_response = (
-        verl.decoupled_loss(batch, target, rule, mode).item() for mode in ("token-mean", "seq-mean-token-mean")
-    )
-    close(by_token, -1.0)
-    close(by_response, -1.0)
+    counts = {"dp_size": 1, "batch_num_tokens": 4, "global_batch_size": 2}
+    for handed, by_token, by_response in (({}, -1.0, -1.0), (counts, -1 / 4, -1 / 2)):
+        for mode, expected in (("token-mean", by_token), ("seq-mean-token-mean", by_response)):
+            close(verl.decoupled_loss(batch, target, rule, mode, global_batch_info=handed).item(), expected)
     close(areal.loss(batch, target, areal.settings())[0].item(), -1 / 4)
+    by_mode = {
+        mode: from_verl.translate(yaml.safe_dump(rule), [f"{from_verl.AGGREGATED}={mode}"]).mis.get("denominator")
+        for mode in ("token-mean", "seq-mean-token-mean")
+    }
+    assert by_mode == {"token-mean": None, "seq-mean-token-mean": "kept"}
     kept = ours(batch, token_rule(lower=0.5, upper=2.0) | {"denominator": "kept"})
     assert kept.rescale is not None
     assert kept.rescale.tolist() == [2, 0]

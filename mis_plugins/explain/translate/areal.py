@@ -68,27 +68,26 @@ KPOP = (
 CLIPS = ("actor.eps_clip", "actor.eps_clip_higher", "actor.c_clip")
 UNSERVED: dict[str, tuple[Any, str]] = {
     "prox_logp_method": ("recompute", "pi_old is always recomputed here; mis.segment_wise.method is about pi_{v+1}."),
-    "importance_sampling_level": ("token", "the clip's ratio, here --advantage-estimator gspo or mis.objective.ratio."),
+    "importance_sampling_level": (
+        "token",
+        "the clip's ratio, here --advantage-estimator gspo or mis.objective.ratio, of all valid tokens; AReaL's is of "
+        "those that rejection leaves.",
+    ),
 }
 """Keys of `actor:` that nothing here reads: AReaL's default, and what to know of another value."""
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
-    """Translate AReaL's yaml as AReaL's code reads it, also where its document says otherwise.
+    """Translate AReaL's yaml as AReaL's code reads it; PATH=VALUE of `behind` win over the file, as in a command.
 
-    Args:
-        behind: PATH=VALUE, as on AReaL's command line, which win over the file.
-
-    Raises:
-        ConfigError: no key of AReaL's, a value that AReaL refuses, or a setting without a counterpart; the
-            error quotes the key.
+    It raises ConfigError, with the key, for a key or a value that AReaL refuses, or that has no counterpart.
     """
     expected = f"actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}"
-    won = dict(settings_behind(behind, expected, _is_read, methodcaller("lstrip", "+"), of_hydra))
-    source = tree_or_script(text, DIALECT, set(won), asked)
+    won = list(settings_behind(behind, expected, _is_read, methodcaller("lstrip", "+"), of_hydra))
+    source = tree_or_script(text, DIALECT, set(dict(won)), asked)
     own = {path: value if is_open(value) else of_script(path, str(value)) for path, value in source.settings.items()}
     tree = source.tree
-    for path, value in {**own, **won}.items():
+    for path, value in [*own.items(), *won]:
         tree = _with(tree, _place(tree, path).split("."), value)
     by_key = _places(tree)
     read = tuple(f"{block}.{key}" for block in reading.AREAL_BLOCKS for key in by_key)
@@ -149,11 +148,8 @@ def _with(tree: Any, parts: Sequence[str], value: Any) -> Any:
 
 def _leaves(keys: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     for place, value in keys.values():
-        yield from (
-            ((f"{place}.{key}", inner) for key, inner in value.items())
-            if isinstance(value, Mapping)
-            else [(place, value)]
-        )
+        inner = value if isinstance(value, Mapping) else {"": value}
+        yield from ((f"{place}.{key}".rstrip("."), leaf) for key, leaf in inner.items())
 
 
 def _placed_config(by_key: Mapping[str, tuple[str, Any]], where: Mapping[str, str]) -> CorrectionConfig:
@@ -192,7 +188,7 @@ def _is_decoupled(keys: Collection[str], config: CorrectionConfig) -> bool:
 
 
 def _sapo(keys: Mapping[str, Any]) -> CorrectionConfig:
-    """SAPO against the log-probs of the rollout engine, or against recomputed ones; AReaL rejects nothing there."""
+    """SAPO against the log-probs of the rollout engine, or recomputed ones; without rules or decoupled PPO."""
     reading.convert(bool, keys[SAPO], SAPO)
     for name in (DECOUPLED, CAP, FLOOR, ENABLE):
         if keys.get(name):
@@ -236,10 +232,9 @@ def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
 
 
 def _places(tree: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """AReaL's keys that are set, at the top level or in its blocks: where each stands, and its value.
+    """AReaL's keys that are set, unknown ones too, at the top level or in its blocks: where each stands, and its value.
 
-    Keys of a block that no one knows are among them, so that they are refused as at the top level. It raises
-    ConfigError where two places contradict each other.
+    It raises ConfigError where two places contradict each other.
     """
     blocks = {f"{name}.": tree[name] for name in reading.AREAL_BLOCKS if isinstance(tree.get(name), Mapping)}
     keys: dict[str, tuple[str, Any]] = {}

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from mis_plugins.config.reading import number
-from mis_plugins.errors import ConfigError, cut
+from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, config_of, flags, other_of, tree_or_script
 from mis_plugins.explain.translate.translation import (
@@ -18,6 +18,7 @@ from mis_plugins.explain.translate.translation import (
     Translation,
     as_written,
     beside,
+    check_keys,
     choice,
     clip_flags,
     flag_of,
@@ -26,12 +27,14 @@ from mis_plugins.explain.translate.translation import (
     refuse_open,
     settings_behind,
     truth,
+    whole,
 )
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 COMMANDS = ("pt", "sft", "infer", "merge-lora", "web-ui", "deploy", "rollout", "sample", "export", "eval", "app")
 """Commands of `swift` and `megatron` that start something else than `rlhf`, the one trainer that corrects."""
 TYPE, GRPO = "rlhf_type", "grpo"
+READ_AS = f"{TYPE} is read as {GRPO} here; ms-swift's default is dpo, which reads none of this."
 USE_VLLM, REAL = "use_vllm", "real"  # a `loss_type` that reads no weights
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"
 TAUS, LOSS, LEVEL = ("tau_pos", "tau_neg"), "loss_type", "importance_sampling_level"
@@ -54,6 +57,7 @@ UNSERVED = {
 }
 """Keys of the loss that nothing here reads: ms-swift's default, and what another value does."""
 OF_CLIP = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"), "importance_sampling_level": ("token",)}
+READ = (TYPE, *KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS, *CLIPS, *UNSERVED)
 BESIDE = {
     "loss_type": dict.fromkeys(("grpo", "sapo"), OVER_RESPONSES)
     | dict.fromkeys(("bnpo", "dapo", "cispo"), OVER_TOKENS),
@@ -84,14 +88,10 @@ MODES = {
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_documented: bool = False) -> Translation:
-    """Translate ms-swift's arguments as its code reads them, also where its document says otherwise.
+    """Translate ms-swift's arguments as its code reads them, or `as_documented` where its document says otherwise.
 
-    Args:
-        behind: KEY=VALUE, which win over the file.
-        as_documented: follow the document, and not the code, where the two differ.
-
-    Raises:
-        ConfigError: no key of ms-swift's, an unknown mode, or a value that only the launch decides.
+    KEY=VALUE of `behind` win over the file. It raises ConfigError for no key of ms-swift's, an unknown mode, or a value
+    that only the launch decides.
     """
     expected, options = f"KEY=VALUE, KEY one of {', '.join(KEYS)}", "options are --line N and --as-documented"
     won = dict(settings_behind(behind, expected, _is_ours, options=options))
@@ -101,9 +101,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
         keys[LOSS] = losses[0]
     if (kind := keys.get(TYPE, GRPO)) != GRPO and not is_open(kind):
         raise ConfigError(f"nothing to translate: {TYPE}: {as_written(kind)}; ms-swift corrects with {GRPO} alone")
-    for key in keys:
-        if key not in KEYS and key.startswith(FAMILIES):
-            raise ConfigError(f"{cut(key)}: no key of ms-swift's; known are {', '.join(KEYS)}")
+    check_keys("ms-swift", keys, READ, KEYS, FAMILIES)
     own = (*OF_CLIP, *OWN[str(keys[LOSS])]) if _has_own_loss(keys) else ()
     read = dict.fromkeys((*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *own, *CLIPS, *UNSERVED))
     given = {key: keys[key] for key in read if key in keys}
@@ -121,8 +119,9 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     mis = _weighed(given, as_documented) | _masked(given) | _objective(given)
     if not mis:
         source.prove_nothing()
+    unsaid = (READ_AS,) if mis and keys.get(TYPE) != GRPO else ()
     mis["metrics"] = "watch" if mis or truth(given.get(METRICS, False), METRICS) else "none"
-    return Translation("ms-swift", given, mis, SOURCES, (*source.notes, *_notes(given, as_documented)))
+    return Translation("ms-swift", given, mis, SOURCES, (*source.notes, *unsaid, *_notes(given, as_documented)))
 
 
 def _weighed(given: Mapping[str, Any], as_documented: bool) -> dict[str, Any]:
@@ -196,6 +195,8 @@ def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
         )
     if masks:
         yield f"{DELTA}: without rollout log-probs ms-swift and the hook compare with the trainer before the update."
+    if masks and given.get(LOSS) == "bnpo":
+        yield f"{LOSS}: bnpo: ms-swift divides by the tokens that its mask leaves, and the hosts by all valid ones."
     if mode is not None or masks:
         if given.get(LOSS) in (None, *OF_CLIP[LOSS]):
             yield from clip_flags(given, CLIPS)
@@ -251,7 +252,7 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
 
 
 def _is_ours(key: str) -> bool:
-    return key in (TYPE, *KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS, *CLIPS, *UNSERVED) or key.startswith(FAMILIES)
+    return key.startswith(FAMILIES) or bool(whole(key, READ))
 
 
 def _starts(word: str) -> bool:

@@ -48,13 +48,9 @@ FIXED = {
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
-    """Translate prime-rl's toml as its code reads it.
+    """Translate prime-rl's toml as its code reads it; trainer.loss.KEY=VALUE of `behind` win over the file.
 
-    Args:
-        behind: trainer.loss.KEY=VALUE, which win over the file.
-
-    Raises:
-        ConfigError: no toml, a key or value that prime-rl refuses, or a loss of the user's own.
+    It raises ConfigError for no toml, a key or value that prime-rl refuses, or a loss of the user's own.
     """
     if asked.line or asked.arguments:
         raise ConfigError("--line, and arguments behind --, belong to a launch script; prime-rl's toml has none")
@@ -126,7 +122,7 @@ def _tree(text: str) -> dict[str, Any]:
 
 
 def _loss(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Where the table of the loss stands, and its settings; the text "None" is null to prime-rl."""
+    """Where the one table of the loss stands, and its settings; the text "None" is null to prime-rl."""
     trainer = tree.get("trainer")
     tables = {TABLES[0]: trainer.get("loss") if isinstance(trainer, Mapping) else None, TABLES[1]: tree.get("loss")}
     tables = {name: table for name, table in tables.items() if table is not None}

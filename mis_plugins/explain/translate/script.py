@@ -335,7 +335,7 @@ def _merged(start: Start, dialect: Dialect, behind: set[str]) -> dict[str, Any]:
     values_by_path: dict[str, list[Value]] = {}
     for path, value in start.settings:
         if dialect.reads(path.lstrip("~")) and path.lstrip("~") not in behind:
-            values_by_path.setdefault(path, []).append(value)
+            values_by_path[path] = [*values_by_path.pop(path, []), value]  # Hydra applies them in this order
             if path in dialect.blocks and len(values_by_path[path]) > 1:
                 raise ConfigError(f"{path}: stands twice, and Hydra joins both mappings; give it once")
     return {path: _value(values) for path, values in values_by_path.items()}

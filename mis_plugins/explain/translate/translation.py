@@ -27,7 +27,7 @@ BY_ENTROPY = (1.0, "keeps tokens of high entropy alone in the policy loss; nothi
 NO_TRUNCATED = (False, "drops truncated responses from the loss; nothing here does.")
 """What masks the loss and nothing here reads: the framework's default, and what another value does."""
 WIDTH = 0.2  # of PPO's clip, in every framework and in the hosts
-HYDRAS_NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
+NUMBER = re.compile(r"[-+]?(?!0\d)(\d[\d_]*)?\.?(\d[\d_]*)?(e[-+]?\d[\d_]*)?", re.IGNORECASE)
 HELD = re.compile(r"""'[^']*'|"[^"]*"|\$\{[^}]*\}|\\.""")  # what hides a comma from Hydra
 ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")  # what a backslash takes for a letter in Hydra's text without quotes
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # of Hugging Face's parser
@@ -96,29 +96,38 @@ class _Loader(StrictLoader):
         return construct(node)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.number)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.number)
+class _Spoken(_Loader):
+    def scalar(self, node: yaml.ScalarNode) -> Any:
+        is_number = node.style is None and NUMBER.fullmatch(node.value)
+        if is_number and "_" in node.value:
+            return Unquoted(node.value)
+        return self.number(node) if is_number and not node.tag.endswith("str") else node.value
 
 
-def load(text: str) -> Any:
+for kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{kind}", _Loader.number)
+for kind in ("int", "float", "str"):
+    _Spoken.add_constructor(f"tag:yaml.org,2002:{kind}", _Spoken.scalar)
+
+
+def load(text: str, loader: type[StrictLoader] = _Loader) -> Any:
     """YAML, with numbers that hold an underscore as `Unquoted` text, and with texts as the keys of every mapping."""
-    return _by_text(parsed(text, _Loader))
+    return _by_text(parsed(text, loader))
+
+
+def of_command(text: str) -> Any:
+    """A value of a command line, read as YAML; a number to YAML alone (010, 0x10) stays text."""
+    return load(text, _Spoken)
 
 
 def of_hydra(text: str) -> Any:
-    """A value of Hydra's command line, `{key:value}` too, read as YAML; a number to YAML alone (010) stays text."""
+    """A value of Hydra's command line, `{key:value}` too."""
     text = text if text[:1] in ("'", '"') else ESCAPED.sub(r"\1", text)
-    value = load(text.replace(":", ": ") if text.startswith("{") else text)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return text if is_number and not HYDRAS_NUMBER.fullmatch(text.strip()) else value
+    return of_command(text.replace(":", ": ") if text.startswith("{") else text)
 
 
 def of_script(path: str, text: str, read: Callable[[str], Any] = of_hydra) -> Any:
-    """The value of an override in a script.
-
-    Raises:
-        ConfigError: a comma without quotes or brackets, with which Hydra sweeps over values, and refuses to.
-    """
+    """The value of an override in a script; raises ConfigError for a comma with which Hydra sweeps over values."""
     if not text.startswith(("[", "{")) and "," in HELD.sub("", text):
         raise ConfigError(
             f"{path}={cut(text)}: Hydra refuses a comma that no quotes hold, and with --multirun starts a run for each "
@@ -165,14 +174,7 @@ def is_open(value: Any) -> bool:
 
 
 def refuse_open(given: Mapping[str, Any], spelled: Mapping[str, str]) -> None:
-    """Refuse values that only the launch decides, all at once.
-
-    Args:
-        spelled: by key, how an override behind the file names the key; without an entry, as the key itself.
-
-    Raises:
-        ConfigError: it quotes each value whole, and says what to put behind the file.
-    """
+    """Refuse values that only the launch decides, all at once; `spelled` has the keys that an override spells out."""
     left = {key: value for key, value in given.items() if is_open(value)}
     if left:
         left_open = listed([f"{key}: {cut(value, LONGEST_OPEN)}" for key, value in left.items()])
@@ -185,12 +187,29 @@ def flag_of(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
+def whole(key: str, names: Iterable[str]) -> list[str]:
+    """The names that a flag may be short for, as argparse takes it; one or two letters begin too many."""
+    return [name for name in names if len(key) > 2 and name.startswith(key)]
+
+
+def check_keys(
+    package: str, keys: Iterable[str], read: Collection[str], own: Sequence[str], families: tuple[str, ...],
+    free: Collection[str] = (),
+) -> None:  # fmt: skip
+    """Refuse a key of a family that is not the package's own, and a flag short for another, but for `free`."""
+    for key in keys:
+        if key.startswith(families) and key not in own:
+            raise ConfigError(f"{cut(key)}: no key of {package}'s; known are {', '.join(own)}")
+        if (may := whole(key, read)) and key not in (*read, *free):
+            raise ConfigError(f"{key}: short for {may[0]} where no other flag of the script begins so; write it out")
+
+
 def settings_behind(
     words: Iterable[str],
     expected: str,
     reads: Callable[[str], bool],
     spelled: Callable[[str], str] = flag_of,
-    value: Callable[[str], Any] = load,
+    value: Callable[[str], Any] = of_command,
     options: str = "option is --line N",
 ) -> Iterator[tuple[str, Any]]:
     """The path and the value of each setting behind a file.
@@ -224,13 +243,15 @@ def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = F
     widths = {key: number(given[key], key) for key in keys if given.get(key) is not None}
     low = widths.get(keys[0], WIDTH)
     high = widths.get(keys[1], low)
-    if of_ratio:
-        low, high = 1.0, high - 1
+    if of_ratio and keys[1] not in widths:
+        yield f"{keys[1]} is not in it: CISPO then cuts every ratio at {keys[0]}, {high:g}; ScaleRL's paper has 5."
+    if of_ratio and high < 1:
+        yield f"No --eps-clip-high of the hosts caps ratios at {high:g}, below 1; put {keys[1]}=VALUE behind the file."
+        return
+    low, high = (1.0, high - 1) if of_ratio else (low, high)
     dual = f" --eps-clip-c {widths[keys[2]]:g}" if keys[2] in widths else ""
     if widths or of_ratio:
         yield f"{', '.join(widths) or keys[0]}: pass --eps-clip {low:g} --eps-clip-high {high:g}{dual}."
-    if of_ratio and keys[1] not in widths:
-        yield f"{keys[1]} is not in it: CISPO then cuts every ratio at {keys[0]}, {high + 1:g}; ScaleRL's paper has 5."
 
 
 def beside(given: Mapping[str, Any], unserved: Mapping[str, tuple[Any, str]], clips: Sequence[str]) -> Iterator[str]:

@@ -26,6 +26,7 @@ from mis_plugins.explain.translate.translation import (
     Translation,
     as_written,
     beside,
+    check_keys,
     choice,
     clip_flags,
     flag_of,
@@ -34,6 +35,7 @@ from mis_plugins.explain.translate.translation import (
     refuse_open,
     settings_behind,
     truth,
+    whole,
 )
 
 FAMILY = "vllm_importance_sampling_"
@@ -75,6 +77,7 @@ UNSERVED = {
 }
 """Keys of the loss that nothing here reads: TRL's default, and what another value does."""
 READ = (*KEYS, *OF_LOSS, *OWN_KEYS, *CLIPS, *UNSERVED)
+FLAGS = (*READ, *OFF)
 SETS = ("replace", "update", "dict")  # functions whose keywords may set keys of a config that exists
 SOURCES = {
     "weight.level": (MODE,),
@@ -91,24 +94,15 @@ SOURCES = {
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
-    """Translate TRL's arguments as its code reads them.
+    """Translate TRL's arguments as its code reads them; KEY=VALUE of `behind` win over the file.
 
-    Args:
-        behind: KEY=VALUE, which win over the file.
-
-    Raises:
-        ConfigError: no key of TRL's, a value that TRL refuses, a loss without a counterpart, or a value that only the
-            launch decides.
+    It raises ConfigError for no key of TRL's, a value that TRL refuses or the launch decides, or a loss unlike ours.
     """
     expected = f"KEY=VALUE, KEY one of {', '.join(READ)}"
     won = dict(settings_behind(map(_switched_off, behind), expected, _is_read))
     source = _said(text, set(won), asked)
     keys = {**source.settings, **won}
-    for key in keys:
-        if key.startswith(FAMILIES) and key not in KEYS:
-            raise ConfigError(f"{cut(key)}: no key of TRL's; known are {', '.join(KEYS)}")
-        if (whole := _whole(key)) and key not in (*READ, *source.tree):  # a yaml may hold any key
-            raise ConfigError(f"{key}: short for {whole[0]} where no other flag of the script begins so; write it out")
+    check_keys("TRL", keys, FLAGS, KEYS, FAMILIES, source.tree)  # a yaml may hold any key
     given = {key: _nothing(keys[key]) for key in READ if key in keys}
     if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, GMPO):
         source.prove_nothing()
@@ -265,7 +259,7 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
 def _of_call(text: str, behind: set[str]) -> Said:
     """The keywords of the one call `GRPOConfig(...)` or `GMPOConfig(...)` in Python source, which is never run.
 
-    Its first argument may stand without a keyword: `output_dir`.
+    Its first argument may stand without a keyword: `output_dir`. No key of the correction may stand elsewhere.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # of the user's own script
@@ -323,7 +317,6 @@ def _literal(node: ast.expr, source: str) -> Any:
 
 
 def _nothing(value: Any) -> Any:
-    """None for the words that TRL's parser takes for it."""
     return None if isinstance(value, str) and value.lower() in ("none", "null") else value
 
 
@@ -336,12 +329,7 @@ def _switched_off(setting: str) -> str:
 
 def _is_read(key: str) -> bool:
     """Whether a flag is one of `READ`, in full or shortened as argparse takes it, or may be another of its families."""
-    return key.startswith(FAMILIES) or bool(_whole(key))
-
-
-def _whole(key: str) -> list[str]:
-    """The keys that a flag may be short for; one or two letters begin too many of TRL's flags."""
-    return [name for name in (*READ, *OFF) if len(key) > 2 and key not in OFF and name.startswith(key)]
+    return key.startswith(FAMILIES) or key not in OFF and bool(whole(key, FLAGS))
 
 
 def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:

@@ -6,7 +6,7 @@ largest divergences of DPPO, and the clip of GMPO.
 Settings are read by their full path, whether a yaml, a launch script or a Hydra override says them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,7 +87,7 @@ IDLE = {"rollout_is_threshold": "rollout_is", "rollout_is_batch_normalize": "rol
 AGGREGATION = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 OPTIONS = tuple(f"{unit}_{k}" for unit in AGGREGATION for k in ("k1", "k2", "k3") if (unit, k) != ("seq_max", "k1"))
 SURROGATE = {"ppo_clip": "clip", "reinforce": "reinforce"}
-BY_DIVERGENCE = ("dppo_tv", "dppo_kl")
+BY_DIVERGENCE, BY_RESPONSE = ("dppo_tv", "dppo_kl"), ("sapo", "geo_mean")
 LOSS_MODES = {mode: (mode, WIDTHS) for mode in BY_DIVERGENCE} | {"sapo": ("sapo", TAUS), "geo_mean": ("gmpo", WIDTHS)}
 """By verl's name of a loss: our surrogate, and the keys of the actor that the loss reads."""
 OTHER_LOSSES = ("vanilla", "bypass_mode")  # losses that an override behind the file may name in place of these
@@ -114,8 +114,12 @@ TOKENS_LEFT = (
     "--calculate-per-token-loss."
 )
 SEQUENCES_LEFT = (
-    "verl leaves rejected sequences out of the number that it averages over; the hosts count them, so that a step "
-    "that rejects much is smaller here."
+    "verl leaves the tokens of rejected sequences out of the number that it divides by; the hosts count them, so that "
+    "a step that rejects much is smaller here."
+)
+ALL_VALID = (
+    "verl divides by the tokens that were valid before its rules, in bypass and with trainer.use_v1: true, its default "
+    "since 0.9.0; so do the hosts with --calculate-per-token-loss."
 )
 V1_TRAINER = (
     "verl's trainer since 0.9.0 (trainer.use_v1: true) takes mu for pi_old in bypass and applies no more of this: "
@@ -139,6 +143,10 @@ WEIGHTS_OF_ITS_OWN = (
     "pi_old and applies none of these weights."
 )
 OVER_SEQUENCES = f"loss_agg_mode: not read by verl's {{mode}}, which {OVER_RESPONSES}."
+GEOMETRIC_RULES = (
+    "rollout_rs: verl's geo_mean takes the mean log ratio of the tokens that a rule over tokens leaves, and here that "
+    "of all valid tokens."
+)
 GEOMETRIC_WEIGHTS = (
     "rollout_is: verl's geo_mean multiplies the loss of a sequence by the geometric mean of its weights, and here "
     "w_t multiplies A_t before the mean over the sequence."
@@ -151,6 +159,7 @@ NO_LOG_PROBS = (
     "actor_rollout_ref.rollout.calculate_log_probs: false leaves verl without rollout log-probs, and nothing is "
     "corrected; here the rollout engine must return them."
 )
+LOG_PROBS_UNSAID = f"{LOG_PROBS} is not in it: verl before 0.9.0 has it false by default, and then corrects nothing."
 BESIDE = {
     "gspo": "; mis.objective.ratio: sequence gives GSPO's ratio",
     "cispo": "; mis.objective.surrogate: cispo gives CISPO's loss",
@@ -189,11 +198,7 @@ class Draft:
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
-    """A yaml of verl's or a part of one, a launch script, or a preset's name; Hydra overrides behind it win over each.
-
-    Raises:
-        ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
-    """
+    """Translate a yaml of verl's, a part of it, a launch script or a preset's name; Hydra overrides behind it win."""
     # Hydra's `+` adds a key.
     overrides = settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_read, lambda key: _full(key.lstrip("+")), _value)
     won = _of_overrides([*overrides])
@@ -221,6 +226,7 @@ def _translated(draft: Draft, text: str) -> Translation:
     else:
         _bypass(draft)
         _clip(draft)
+    _denominator(draft)
     _normalize(draft)
     _finish(draft)
     notes = tuple(dict.fromkeys(draft.notes))
@@ -252,7 +258,7 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
         return Said(_of_section(text))
     source = tree_or_script(text, DIALECT, behind, asked)
     tree = {key: value for key, value in source.tree.items() if key not in ("hydra", "defaults")}
-    of_yaml, script = dict(_flat(tree, is_whole=not WHOLE.isdisjoint(tree))), _of_script(source.settings)
+    of_yaml, script = _once(_flat(tree, is_whole=not WHOLE.isdisjoint(tree))), _of_script(source.settings)
     is_by_default = script.get(ASYNC) or any(name in str(source.tree.get("defaults")) for name in OWN_ASYNC)
     if is_by_default or "async_training" in tree:
         of_yaml = {ASYNC: True} | ({BYPASS: True} if is_by_default else {}) | of_yaml
@@ -261,6 +267,15 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     seen = {part for path in of_yaml for part in path.split(".")}
     strays = [place for place in places(tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
     return replace(source, settings={**of_yaml, **script}).beside(strays)
+
+
+def _once(settings: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The settings of a yaml by path, some begun below the root; raises ConfigError for two values of one."""
+    once: dict[str, Any] = {}
+    for path, value in settings:
+        if once.setdefault(path, value) != value:
+            raise ConfigError(f"{path}: {as_written(value)} contradicts {as_written(once[path])}; keep one of them")
+    return once
 
 
 def _of_section(call: str) -> dict[str, Any]:
@@ -376,7 +391,7 @@ DIALECT = Dialect(
 
 
 def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the correction and of a loss of `LOSS_MODES` by verl's keys."""
+    """The settings of the correction and of a loss of `LOSS_MODES` by verl's keys, all of them checked."""
     if settings.get(SECTION, 0) is None and any(path.startswith(f"{SECTION}.") for path in settings):
         raise ConfigError(f"{SECTION}: null stands beside keys of it; give one of them")
     for path, value in settings.items():
@@ -417,12 +432,11 @@ def _check_copy(settings: Mapping[str, Any]) -> None:
     """Refuse a block of the loss that is no copy of the correction in bypass, as verl's trainer makes one."""
     for path, value in settings.items():
         if path.startswith(IN_LOSS) and value not in (None, False):  # as verl's own yaml of a run has them
-            twin, reads_it = f"{SECTION}{path.removeprefix(IN_LOSS)}", settings.get(MODE_PATH) == "bypass_mode"
-            if not reads_it and settings.get(BYPASS) is not True and settings.get(twin, BYPASS) == value:
+            twin, is_bypass = f"{SECTION}{path.removeprefix(IN_LOSS)}", settings.get(BYPASS) is True
+            is_idle = settings.get(MODE_PATH) != "bypass_mode" and settings.get(twin, BYPASS) == value
+            if (path, value) == (IN_LOSS, f"${{{SECTION}}}") if is_bypass else is_idle:
                 continue
-            if settings.get(BYPASS) is True and (path, value) == (IN_LOSS, f"${{{SECTION}}}"):
-                continue
-            if settings.get(BYPASS) is not True or twin not in settings:
+            if not is_bypass or twin not in settings:
                 raise ConfigError(
                     f"{IN_LOSS}: verl reads this block in bypass mode alone, and its trainer fills it; put its keys "
                     f"under {SECTION}, with bypass_mode: true"
@@ -529,10 +543,19 @@ def _reject(draft: Draft) -> None:
                 f"{name}: verl bounds k1 = -log r, so {cut(str(spec))} keeps ratios in [1/upper, 1/lower], written out "
                 "below. verl clamps each log ratio to +-20 before it adds them up, here the sum is clamped."
             )
-    by_token = any(rule["over"] == "token" for rule in draft.mis["reject"])
-    if by_token:
+
+
+def _denominator(draft: Draft) -> None:
+    """What verl divides by after its rules: of a response by what they leave, of all tokens as its trainer counts."""
+    by_token = {rule["over"] == "token" for rule in draft.mis.get("reject") or ()}
+    loss, mode = draft.given.get(LOSS_MODE), draft.settings.get(AGGREGATED) or "token-mean"
+    by_response = loss in BY_RESPONSE or mode == "seq-mean-token-mean"
+    counts_left = mode == "token-mean" and not _is_v1(draft.settings) and not draft.is_on("bypass_mode")
+    if True in by_token and (by_response or counts_left):
         draft.mis["denominator"] = "kept"
-    draft.notes.append(TOKENS_LEFT if by_token else SEQUENCES_LEFT)
+        draft.notes += [TOKENS_LEFT, *([GEOMETRIC_RULES] if loss == "geo_mean" else [])]
+    elif by_token and not by_response and mode == "token-mean":
+        draft.notes.append(SEQUENCES_LEFT if counts_left else ALL_VALID)
 
 
 def _ratio_rule(spec: Any) -> dict[str, float]:
@@ -586,8 +609,6 @@ def _of_mode(draft: Draft) -> None:
     for part in ("weight", "reject"):
         if bypass and draft.mis.get(part):
             draft.drop(part, f"rollout_{'is' if part == 'weight' else 'rs'}: dropped, as verl does there.")
-            draft.mis.pop("denominator", None)
-            draft.notes = [note for note in draft.notes if note not in (TOKENS_LEFT, SEQUENCES_LEFT)]
     if read == WIDTHS:
         draft.notes += _widths(given, mode)
 
@@ -635,8 +656,10 @@ def _finish(draft: Draft) -> None:
         draft.notes.append("verl corrects nothing with these settings and computes metrics alone.")
     if draft.settings.get(LOG_PROBS) is False:
         draft.notes.append(NO_LOG_PROBS)
+    elif LOG_PROBS not in draft.settings and any(path.startswith("actor_rollout_ref.") for path in draft.settings):
+        draft.notes += [LOG_PROBS_UNSAID] * bool(mis.get("weight") or mis.get("reject"))
     mode, loss = draft.settings.get(AGGREGATED), draft.given.get(LOSS_MODE)
-    if loss in ("sapo", "geo_mean"):
+    if loss in BY_RESPONSE:
         draft.notes.append(OVER_SEQUENCES.format(mode=loss))
     elif not is_open(mode):
         how = REDUCTIONS.get(str(mode), NO_REDUCTION)

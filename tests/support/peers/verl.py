@@ -111,17 +111,17 @@ def correction(batch: Rows, settings: dict, proximal: Tensor | None = None) -> t
     return found, mask, metrics
 
 
-def actor_config(settings: Any, **clip: float) -> Settings:
+def actor_config(settings: Any, **own: Any) -> Settings:
     """What the losses read of an actor's config."""
-    widths = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0} | clip
-    return Settings(policy_loss=Settings(rollout_correction=settings), global_batch_info={}, **widths)
+    widths = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
+    return Settings({"global_batch_info": {}} | widths | own, policy_loss=Settings(rollout_correction=settings))
 
 
-def decoupled_loss(batch: Rows, target: Tensor, settings: Any, mode: str, **clip: float) -> Tensor:
+def decoupled_loss(batch: Rows, target: Tensor, settings: Any, mode: str, **own: Any) -> Tensor:
     """PPO against the proximal policy, after the rollout correction of the trainer has been put into the batch."""
     weights, mask, _ = correction(batch, settings)
     loss, _ = load(PEERS["losses"]).compute_policy_loss_vanilla(
-        batch.proximal, target, batch.token_advantages, mask, mode, actor_config(settings, **clip), weights
+        batch.proximal, target, batch.token_advantages, mask, mode, actor_config(settings, **own), weights
     )
     return loss
 
