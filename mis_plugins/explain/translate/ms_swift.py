@@ -101,7 +101,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
         keys[LOSS] = losses[0]
     if (kind := keys.get(TYPE, GRPO)) != GRPO and not is_open(kind):
         raise ConfigError(f"nothing to translate: {TYPE}: {as_written(kind)}; ms-swift corrects with {GRPO} alone")
-    check_keys("ms-swift", keys, READ, KEYS, FAMILIES)
+    check_keys("ms-swift", keys, READ, KEYS, FAMILIES, source.tree)
     own = (*OF_CLIP, *OWN[str(keys[LOSS])]) if _has_own_loss(keys) else ()
     read = dict.fromkeys((*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *own, *CLIPS, *UNSERVED))
     given = {key: keys[key] for key in read if key in keys}
