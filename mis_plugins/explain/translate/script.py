@@ -393,7 +393,8 @@ class Commands(Shell):
         try:
             given = [word_of(word) for word in words]
             begins = any(self._is_setting(path) for path, _ in self.dialect.settings(given[:1]))
-            if given and _is_whole(node) and (begins or given[0].text.startswith("--")):
+            is_whole = node.parent and node.parent.parent is None and node.parent.named_child_count == 1
+            if given and is_whole and (begins or given[0].text.startswith("--")):  # settings without their start
                 self._launch(node, words)
             elif begins:
                 why = "begins with a setting; does the line above lack its backslash, or hold a comment?"
@@ -605,11 +606,6 @@ def _script_of(words: Sequence[Word], dialect: Dialect) -> str:
 def _may_be_settings(word: Word) -> bool:
     key, equals, _ = word.text.partition("=")
     return HOLE in key and (bool(equals) or key.startswith("--") or not key.strip(HOLE))
-
-
-def _is_whole(node: Node) -> bool:
-    """Whether a command is all that its text holds: the settings of a start, without the start."""
-    return node.parent is not None and node.parent.parent is None and node.parent.named_child_count == 1
 
 
 def _errors(root: Node) -> Iterator[Node]:
