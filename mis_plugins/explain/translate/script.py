@@ -277,10 +277,8 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
 def _chosen(starts: Sequence[Start], dialect: Dialect, behind: set[str], line: int | None) -> Start:
     """The start that the user asks for, or the one whose settings all others have too."""
     asked = [start for start in starts if line in (None, *start.lines)]
-    own = {
-        start: (_merged(start, dialect, behind), start.file and (start.file.text, start.file.source, start.written))
-        for start in asked
-    }
+    files = [start.file and (start.file.text, start.file.source, start.written) for start in asked]
+    own = {start: (_merged(start, dialect, behind), file) for start, file in zip(asked, files, strict=True)}
     if asked and all(settings == own[asked[0]] for settings in own.values()):
         return asked[0]
     starts_in_words = "; ".join(
