@@ -216,6 +216,5 @@ def _appended_python(source: bytes, begin: int, end: int, texts: Sequence[str]) 
         yield begin, begin, "("
 
 
-SHELL = bash.launches, _appended_bash
-READERS = {".py": (python.launches, _appended_python), **dict.fromkeys(SCRIPTS, SHELL)}
+READERS = {".py": (python.launches, _appended_python), **dict.fromkeys(SCRIPTS, (bash.launches, _appended_bash))}
 """By the end of a script's name, what reads it, and what writes flags behind others of a start."""

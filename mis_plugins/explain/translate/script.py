@@ -277,10 +277,8 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
 def _chosen(starts: Sequence[Start], dialect: Dialect, behind: set[str], line: int | None) -> Start:
     """The start that the user asks for, or the one whose settings all others have too."""
     asked = [start for start in starts if line in (None, *start.lines)]
-    own = {
-        start: (_merged(start, dialect, behind), start.file and (start.file.text, start.file.source, start.written))
-        for start in asked
-    }
+    files = [start.file and (start.file.text, start.file.source, start.written) for start in asked]
+    own = {start: (_merged(start, dialect, behind), file) for start, file in zip(asked, files, strict=True)}
     if asked and all(settings == own[asked[0]] for settings in own.values()):
         return asked[0]
     starts_in_words = "; ".join(
@@ -393,7 +391,8 @@ class Commands(Shell):
         try:
             given = [word_of(word) for word in words]
             begins = any(self._is_setting(path) for path, _ in self.dialect.settings(given[:1]))
-            if given and _is_whole(node) and (begins or given[0].text.startswith("--")):
+            is_whole = node.parent and node.parent.parent is None and node.parent.named_child_count == 1
+            if given and is_whole and (begins or given[0].text.startswith("--")):  # settings without their start
                 self._launch(node, words)
             elif begins:
                 why = "begins with a setting; does the line above lack its backslash, or hold a comment?"
@@ -604,11 +603,6 @@ def _script_of(words: Sequence[Word], dialect: Dialect) -> str:
 def _may_be_settings(word: Word) -> bool:
     key, equals, _ = word.text.partition("=")
     return HOLE in key and (bool(equals) or key.startswith("--") or not key.strip(HOLE))
-
-
-def _is_whole(node: Node) -> bool:
-    """Whether a command is all that its text holds: the settings of a start, without the start."""
-    return node.parent is not None and node.parent.parent is None and node.parent.named_child_count == 1
 
 
 def _errors(root: Node) -> Iterator[Node]:

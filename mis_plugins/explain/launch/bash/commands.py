@@ -10,7 +10,7 @@ from pathlib import Path
 from mis_plugins.config.file import text_of
 from mis_plugins.explain.launch.bash.builtins import DECLARES, FILLS, NAMES_TRAIN, PRINTS, Builtins, pair
 from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, Node, one_line, parsed, says
-from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LEFT, PUSHED, Value, depends
+from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LEFT, PUSHED, Value, as_words, depends
 from mis_plugins.explain.launch.reader import HERE, PACKAGES, SCRIPTS, Ended, Launch, Returned, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, literal, shown, spaced, word_of
 
@@ -235,16 +235,12 @@ class Commands(Builtins):
 
     def _pushd(self, node: Node, words: list[Text]) -> None:
         """`cd` that keeps the folder before, to which `popd` goes back."""
-        self.variables[PUSHED] = [*self._pushed(), self._folder()]
+        self.variables[PUSHED] = [*as_words(self.variables.get(PUSHED, ())), self._folder()]
         self._cd(node, words)
 
     def _popd(self, node: Node, words: list[Text]) -> None:
-        *kept, last = self._pushed() or [hole("popd")]
+        *kept, last = as_words(self.variables.get(PUSHED, ())) or [hole("popd")]
         self.variables |= {PUSHED: kept, LEFT: self._folder(), FOLDER: last}
-
-    def _pushed(self) -> list[Text]:
-        pushed = self.variables.get(PUSHED)
-        return pushed if isinstance(pushed, list) else []
 
     def _eval(self, node: Node, words: list[Text]) -> None:
         self.evaluate(spaced(words), shares=True)

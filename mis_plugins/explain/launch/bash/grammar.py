@@ -143,10 +143,7 @@ def clauses_of(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
     kinds = [child.type for child in node.children]
     then = 0 if node.type == "else_clause" else [*kinds, "then"].index("then")
     parts = node.children[:then], node.children[then:]
-    conditions, body = (
-        [statement for statement in part if statement.is_named and statement.type not in NO_STATEMENTS]
-        for part in parts
-    )
+    conditions, body = ([part for part in half if part.is_named and part.type not in NO_STATEMENTS] for half in parts)
     yield conditions, body
     for child in node.children:
         if child.type in CLAUSES:

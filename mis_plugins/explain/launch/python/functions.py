@@ -35,8 +35,8 @@ class Functions(Expressions):
             frames, around = [*self.frames, self.parameters(node, given, named, is_sure)], self.enclosing.get(node, [])
             with self.now(frames=frames, returned=[], outside={}, around=around):
                 value = self.ended_by(self.attempt(lambda: self.block(node.body)))
-        is_plain = decorators(node) <= DECORATES and not _yields(node)
-        return value if is_plain else self.unknown(node)
+        yields = any(isinstance(part, ast.Yield | ast.YieldFrom) for part in ast.walk(node))  # and returns no value
+        return value if decorators(node) <= DECORATES and not yields else self.unknown(node)
 
     def ended_by(self, ended: Ended | None) -> Any:
         """What a function gives back over all ways in which it may end; the names that it sets hold what all leave."""
@@ -173,11 +173,6 @@ def defaults_of(node: ast.FunctionDef) -> Iterator[tuple[ast.arg, ast.expr | Non
     plain = [*node.args.posonlyargs, *node.args.args]
     defaults = [*[None] * (len(plain) - len(node.args.defaults)), *node.args.defaults, *node.args.kw_defaults]
     return zip([*plain, *node.args.kwonlyargs], defaults, strict=True)
-
-
-def _yields(node: ast.FunctionDef) -> bool:
-    """Whether a function is a generator, whose value is no value of `return`."""
-    return any(isinstance(part, ast.Yield | ast.YieldFrom) for part in ast.walk(node))
 
 
 def _options(command: str, words: Sequence[str], kinds: Mapping[str, str], is_open: bool) -> dict[str, Any]:

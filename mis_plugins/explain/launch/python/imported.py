@@ -181,9 +181,8 @@ class Imported(Functions):
     def launch(self, node: ast.Call, text: Text, place: tuple[int, int]) -> None:
         for start in bash.launches(with_holes(text), self.path, self.reading):
             given, branch = tuple(words.with_places(start.words, text)), self.branch or start.branch
-            hosts = frozenset(self.hosts)
             folder = os.path.join(self.folder, start.folder)
-            self.found.append(Launch(node.lineno, given, hosts, place, branch, folder))
+            self.found.append(Launch(node.lineno, given, frozenset(self.hosts), place, branch, folder))
 
     def folder_of(self, value: Any) -> str:
         """The folder in which a command runs, or where it changes to; None is the one that the launcher is in."""

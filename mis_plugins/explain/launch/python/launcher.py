@@ -22,7 +22,7 @@ class Launcher(Imported):
         """Read the file as its start would run it; where that starts no training, each command by itself."""
         for node in ast.walk(tree):
             named = (
-                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
+                [part.name for part in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
             )
             self.hosts |= {(name or "").partition(".")[0] for name in named} & PACKAGES
         self.attempt(lambda: self.block(tree.body))
