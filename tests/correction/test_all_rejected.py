@@ -113,21 +113,22 @@ def test_keep_cannot_give_back_what_is_gone(config: dict, key: str):
 
 
 def test_the_kept_denominator_is_a_mean_over_what_is_kept():
-    """Per-sample mean of the host, n = 4 and n = 2: the loss of the kept tokens divided by 3, and by 2."""
-    batch = ratio_batch([[1.0, 1.5, 9.0, 0.8], [1.2, 1.0]])
+    """Per-sample mean of the host, n = 4, 2 and 1: the loss of the kept tokens divided by 3, 2 and 1."""
+    batch = ratio_batch([[1.0, 1.5, 9.0, 0.8], [1.2, 1.0], [1.1]])
     config = {"weight": {"upper": 10.0}, "reject": [{"over": "token", "upper": 5.0}], "denominator": "kept"}
     outcome = run(batch, config)
     host = sum(w.sum().item() / len(w) for w in outcome.weights)
-    assert host == pytest.approx((1.0 + 1.5 + 0.8) / 3 + (1.2 + 1.0) / 2, rel=weight_rtol(3.0) + 6 * EPS)
+    assert host == pytest.approx((1.0 + 1.5 + 0.8) / 3 + (1.2 + 1.0) / 2 + 1.1, rel=weight_rtol(3.0) + 6 * EPS)
+    assert {w.dtype for w in outcome.weights} == {torch.float32}
 
 
 @pytest.mark.parametrize("hook", ["compute_mis_weights_fsdp", "compute_mis_weights_with_cp"])
 @pytest.mark.parametrize("denominator", ["original", "kept"])
 def test_fsdp_divides_by_what_the_masks_keep(hook: str, denominator: str):
     """Its batches hold no rollout_mask_sums: the host divides by the masks that it gets back."""
-    batch = ratio_batch([[1.0, 9.0, 1.5, 0.8], [9.0, 8.0], [1.2, 1.0]], [[1, 1, 1, 0], [1, 1], [1, 1]])
+    batch = ratio_batch([[1.0, 9.0, 1.5, 0.8], [9.0, 8.0], [1.2, 1.0], [1.1]], [[1, 1, 1, 0], [1, 1], [1, 1], [1]])
     config = {"weight": {"upper": 2.0}, "reject": [{"over": "token", "upper": 5.0}], "denominator": denominator}
-    given = batch.hook_kwargs() | {"pg_loss": torch.ones(8)}
+    given = batch.hook_kwargs() | {"pg_loss": torch.ones(9)}
 
     def host_loss(**settings: object) -> float:
         """As Miles's get_sum_of_sample_mean without denominators."""
@@ -135,7 +136,7 @@ def test_fsdp_divides_by_what_the_masks_keep(hook: str, denominator: str):
         loss, masks, _ = getattr(mis, hook)(args, **given, parallel_state=one_rank())
         return float(sum_of_sample_mean(loss, masks))
 
-    kept = {"original": [2.5 / 3, 0, 2.2 / 2], "kept": [2.5 / 2, 0, 2.2 / 2]}
+    kept = {"original": [2.5 / 3, 0, 2.2 / 2, 1.1], "kept": [2.5 / 2, 0, 2.2 / 2, 1.1]}
     assert host_loss(mis=config) == pytest.approx(sum(kept[denominator]), rel=weight_rtol(3.0) + 6 * EPS)
     flat = dict(tis_level="token", tis_mode="truncate", tis_upper_bound=2.0, use_rs=True, rs_lower_bound=0.1,
                 rs_upper_bound=5.0)  # fmt: skip

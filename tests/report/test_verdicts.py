@@ -207,7 +207,7 @@ def test_a_number_is_read_by_the_whole_name_that_a_package_logs(name: str, tmp_p
 def test_miles_kl_of_0_measures_nothing(tmp_path: Path) -> None:
     """With --use-rollout-logprobs Miles compares the engine's log-probs with themselves."""
     assert not judged(tmp_path, rows_of([0.0] * 9, name="train/train_rollout_kl"))["measured"]
-    beside = rows_of([1e-3] * 9, name="train/mis_k3_kl", **{"train/train_rollout_kl": 0.0})
+    beside = [row | {"train/train_rollout_kl": 0.0} for row in rows_of([1e-3] * 9, name="train/mis_k3_kl")]
     assert "kl_k3 is 0.001" in judged(tmp_path, beside)["parts"]["How large"]
 
 
