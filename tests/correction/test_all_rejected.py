@@ -119,7 +119,7 @@ def test_the_kept_denominator_is_a_mean_over_what_is_kept():
     outcome = run(batch, config)
     host = sum(w.sum().item() / len(w) for w in outcome.weights)
     assert host == pytest.approx((1.0 + 1.5 + 0.8) / 3 + (1.2 + 1.0) / 2 + 1.1, rel=weight_rtol(3.0) + 6 * EPS)
-    assert {w.dtype for w in outcome.weights} == {torch.float32}
+    assert outcome.loss.dtype == torch.float32
 
 
 @pytest.mark.parametrize("hook", ["compute_mis_weights_fsdp", "compute_mis_weights_with_cp"])
