@@ -1117,9 +1117,8 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "routes that differ, with a heavy tail": (with_flips, ["route"]),
     "older versions without the trainer's": (of_versions, ["stale-weights"]),
     "a mismatch from position 60 on": (in_one_place, []),
-    "a mismatch of every eighth response": (
-        lambda: [(BF16 if place % 8 else INT5)[place] for place in range(len(BF16))], []
-    ),
+    "a mismatch of every eighth response": (lambda: in_part(BF16, INT5), ["precision"]),
+    "one engine of sixteen, which leaves kl_k3 below its limit": (lambda: in_part(BF16, INT6, 16), ["precision"]),
 }  # fmt: skip
 
 
