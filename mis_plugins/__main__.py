@@ -362,9 +362,7 @@ OUTPUTS: Arguments = {
         "successor": "call `report` once for each run, with an --output of its own, and compare the two report.json",
     },
     "--watch": {"action": "store_true", "help": "read again as the run goes on; exit 3 at the first alarm"},
-    "--every": {
-        "type": float, "default": 60.0, "metavar": "SECONDS", "help": "between two looks (default: %(default)s)"
-    },
+    "--every": {"type": float, "metavar": "SECONDS", "help": "between two looks of --watch (default: 60)"},
 }  # fmt: skip
 BY_GIT = (
     "in the host's checkout, between `git bisect start BAD GOOD` and `git bisect reset`, git bisect run "

@@ -47,6 +47,7 @@ AS_LARGE = 0.5  # a cause explains the sign of another that accounts for at most
 LEAST_SHARE = 0.06  # of the mismatch; a sign that low precision brings about too comes first from here on
 
 EVEN, LEVEL = {"tokens": 0.06, "responses": 0.6}, 0.25  # half of what the engines of the ladder show, and less
+SPLIT = 4  # fewest responses, factor and deviations between two sizes of mismatch; recorded engines reach 2 and 3
 ALIKE = 0.8  # share of the responses over which the mismatch is spread; recorded engines show 0.83 and more
 LOCAL, PART = (
     {"placeholder", "changed-response", "end-token", "template", "stale-weights", "jump", "rise", "route"},
@@ -148,6 +149,28 @@ class Facts:
         """Facts of the `heavy` responses, where these differ from the others more than an engine makes them."""
         return self._within(self.heavy) if self.spread["responses"] < ALIKE else None
 
+    @cached_property
+    def is_split(self) -> bool:
+        """Whether responses of any length have one of two sizes of mismatch, as where one engine of several errs."""
+        measured = (self.rows[1] >= LONG_ENOUGH) & (self.rows[2] > 0)
+        (_, counts, masses), heavy = self.rows[:, measured], self.heavy[measured]
+        if min(heavy.count_nonzero(), (~heavy).count_nonzero()) < SPLIT:
+            return False
+        apart, within, _ = _beyond_the_others((masses / counts).log(), heavy)
+        longer, _, error = _beyond_the_others(counts.log(), heavy)
+        return apart > max(math.log(SPLIT), SPLIT * within) and abs(longer) < STANDARD_ERRORS * error
+
+    @property
+    def heavy_share(self) -> float:
+        """The share of the mismatch that the `heavy` responses have."""
+        return float(self.rows[2, self.heavy].sum()) / self.mass
+
+    @property
+    def where(self) -> str:
+        """How many responses are `heavy`, in words."""
+        many = f"{int(self.heavy.sum())} of {len(self.heavy)}"
+        return f"In {many} responses, which have {self.heavy_share:.0%} of the mismatch: "
+
     def _within(self, kept: Bool[Tensor, " N"]) -> "Facts":
         """Facts of the inner tokens of some responses."""
         folds = self.evidence.within(kept)
@@ -243,6 +266,13 @@ class Line:
         return 1 - self.relation.unexplained * variance / self.facts.square
 
 
+def _beyond_the_others(x: Float[Tensor, " N"], part: Bool[Tensor, " N"]) -> tuple[float, float, float]:
+    """By how much the mean of a part is above that of the others, the deviation within both, and the error."""
+    (mean, variance, n), (usual, usual_variance, others) = ((y.mean(), y.var(), len(y)) for y in (x[part], x[~part]))
+    within, error = (variance + usual_variance) / 2, variance / n + usual_variance / others
+    return float(mean - usual), float(within**0.5), float(error**0.5)
+
+
 def _is_level(rows: Table, name: str = "mass") -> bool:
     """Whether no bucket of a place has hardly any mismatch; buckets of few tokens do not count."""
     by_place = {float(row[name]): n for row in rows if (n := float(row["tokens"])) >= LEAST_TOKENS}
@@ -306,14 +336,26 @@ def findings(facts: Facts) -> list[Finding]:
     rest = 1 - sum(max((shares[name] for name in part), default=0.0) for part in (showing & away, showing - away))
     if not OF_PLACES.isdisjoint(left) and facts.away.sums["usable"] >= FEW:
         rest = min(rest, facts.away.kl_k3 / max(facts.kl_k3, 1e-30))
-    judged = facts.line is not None and math.isfinite(facts.line.error("slope"))
-    even = facts.is_even or any(shares[name] > PART for name in LOCAL.intersection(left))
-    if judged and even and rest > 0.5 and rest * facts.kl_k3 > LIMITS[FIRST].high and WEIGHTS.isdisjoint(left):
-        beside = ", and so may another setting of sampling" if {"temperature", "top-p"} & showing else ""
-        seen[PRECISION], shares[PRECISION] = {"kl_k3": facts.kl_k3, "rest": rest, "beside": beside}, rest
+    if WEIGHTS.isdisjoint(left) and (lower := _precision(facts, rest, left, shares, showing)):
+        seen[PRECISION], shares[PRECISION] = lower, lower["share_of_all"]
         left.append(PRECISION)
     order = sorted(left, key=lambda name: (name in weak, name == PRECISION, -shares[name]))
     return [_finding(name, seen, shares, order) for name in order]
+
+
+def _precision(
+    facts: Facts, rest: float, left: Iterable[str], shares: Mapping[str, float], showing: Iterable[str]
+) -> Numbers | None:
+    """What is left of kl_k3 to an engine that errs everywhere, or to one of several engines that errs in a part."""
+    even = facts.is_even or any(shares[name] > PART for name in LOCAL.intersection(left))
+    part = None if even or not facts.is_split or {*OF_ALL} & {*showing} else facts.part
+    kl_k3, line = (part or facts).kl_k3, (part or facts).line
+    judged = line is not None and math.isfinite(line.error("slope"))
+    if not (part or (even and judged)) or rest <= 0.5 or rest * kl_k3 <= LIMITS[FIRST].high:
+        return None
+    beside = ", and so may another setting of sampling" if {"temperature", "top-p"} & {*showing} or not judged else ""
+    where, share = (facts.where, facts.heavy_share) if part else ("", 1.0)
+    return {"kl_k3": kl_k3, "rest": rest, "beside": beside, "where": where, "share_of_all": rest * share}
 
 
 def _seen(facts: Facts) -> tuple[dict[str, Numbers], dict[str, float], set[str]]:
@@ -331,9 +373,8 @@ def _seen(facts: Facts) -> tuple[dict[str, Numbers], dict[str, float], set[str]]
     if places:
         left = 1 - max(shares[name] for name in places)
     else:
-        left = float(facts.rows[2, facts.heavy].sum()) / facts.mass
-        where = f"In {int(facts.heavy.sum())} of {len(facts.heavy)} responses, which have {left:.0%} of the mismatch: "
-        showing = {name: {**numbers, "where": where} for name, numbers in showing.items()}
+        left = facts.heavy_share
+        showing = {name: {**numbers, "where": facts.where} for name, numbers in showing.items()}
     shares |= {name: left * share for name, share in _shares(showing).items()}
     rest = {name: numbers for name, numbers in seen.items() if name not in OF_ALL}
     return rest | showing, shares, {*showing} if places else set()

@@ -30,7 +30,7 @@ from mis_plugins.shared.terminal import SECONDS, print_error, print_table, print
 ALARMED = 3
 NEEDED = "it takes behavior_log_probs and proximal_log_probs of tokens, or curves of kl_k3 and its like"
 PAGE = "report.html"
-LONGEST_WAIT = 86_400  # seconds
+WAIT, LONGEST_WAIT = 60.0, 86_400  # seconds
 SHOWN_PROBLEMS, SHOWN_CONFIGS, SHOWN_PATHS = 10, 8, 4
 SHOWN = (FIRST, "kl_k1", "log_prob_diff_abs_mean", "ratio_mean", "ess_ratio", "prob_correlation", "kept_fraction")
 
@@ -39,11 +39,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Make the report once, or again and again with `--watch`.
 
     Raises:
-        InputError: a path does not exist, or `--every` is no number of seconds to wait.
+        InputError: a path does not exist, or `--every` is no number of seconds to wait, or without `--watch`.
     """
     ever = False
-    if not 0 <= arguments.every <= LONGEST_WAIT:
-        raise InputError(f"--every: got {arguments.every:g}; give seconds from 0 to {LONGEST_WAIT}")
+    wait = WAIT if arguments.every is None else arguments.every
+    if not 0 <= wait <= LONGEST_WAIT:
+        raise InputError(f"--every: got {wait:g}; give seconds from 0 to {LONGEST_WAIT}")
+    if arguments.every is not None and not arguments.watch:
+        raise InputError(
+            f"--every: got {wait:g}, and without --watch there is one look; add --watch, or leave --every out"
+        )
     finish_killed(arguments.output)
     while True:
         document = read(arguments.paths, arguments)
@@ -61,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         if alarmed(document):
             return ALARMED
         try:
-            time.sleep(arguments.every)
+            time.sleep(wait)
         except KeyboardInterrupt:
             return INTERRUPTED if ever else REFUSED
 

@@ -83,7 +83,7 @@ def _first_lines(document: Document) -> dict[str, str]:
         do = report.findings[0].cause.fix.partition(". ")[0]
     elif level == WATCH and any(name.startswith("Not read") for name in parts):
         do = LOST
-    elif "What to run with" in parts:
+    elif "What to run with" in parts and level != CALM:
         do = f"run with {parts['What to run with'].partition(';')[0]}"
     else:
         do = parts.get("What to do") or UNPROPOSED.get(level, document.verdict.lines[-1])

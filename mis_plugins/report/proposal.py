@@ -10,7 +10,7 @@ from typing import Any
 from mis_plugins.config import writing
 from mis_plugins.explain.limits import FIRST, ROWS, UNBIASED, Row, row
 from mis_plugins.explain.words import flags
-from mis_plugins.report.sweep import Candidate, load
+from mis_plugins.report.sweep import Candidate, essence, load
 
 NOTHING = "nothing"  # the name of a proposal to a calm run
 NO_ADVANTAGES = (
@@ -141,8 +141,8 @@ def _preset(name: str) -> Candidate:
 
 def _is_of(candidate: Candidate, preset: str) -> bool:
     """Whether a candidate is a preset under whatever name; `metrics-only` is a run without correction."""
-    wanted = _preset(preset).config
-    return candidate.name == preset or not (candidate.config.corrects or wanted.corrects)
+    config, wanted = candidate.config, _preset(preset).config
+    return essence(config) == essence(wanted) or not (config.corrects or wanted.corrects)
 
 
 def _ranked(named: Judged, ranking: Sequence[Judged], by_row: str) -> tuple[Candidate, list[str]]:
@@ -154,11 +154,9 @@ def _ranked(named: Judged, ranking: Sequence[Judged], by_row: str) -> tuple[Cand
     if best is not None:
         gain, interval = gains[best.candidate.name]
         if gain > max(interval, ALIKE):
-            words = (
-                f"README's row `{named.candidate.name}` has {named.direction:.3f}; {best.candidate.name} has "
-                f"{best.direction:.3f}, {gain:.3f} +- {interval:.3f} more, and so is proposed in its place"
-            )
-            return best.candidate, [words, *_why(best, None), by_row]
+            more = f"{best.candidate.name} has {best.direction:.3f}, {gain:.3f} +- {interval:.3f} more"
+            words = f"the row has {named.direction:.3f}, {more}, and so is proposed in its place"
+            return best.candidate, [by_row, words, *_why(best, None)]
     alike = [name for name, (gain, interval) in gains.items() if abs(gain) <= max(interval, ALIKE)]
     if alike:
         reasons.append(

@@ -136,7 +136,7 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
         response=_whole_text(values.get("text")),
         reward=_number("reward", values.get("reward")),
         trainer_version=trainer,
-        truncated=values.get("truncated") if isinstance(values.get("truncated"), bool) else None,
+        truncated=bool(values["truncated"]) if values.get("truncated") in (0, 1) else None,
         absent=absent,
         **columns,  # pyright: ignore[reportArgumentType]
     )

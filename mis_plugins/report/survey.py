@@ -167,7 +167,7 @@ def walk(survey: Survey, sources: Sequence[Source], problems: Problems, tell: To
             tell(done, total)
             problems.bytes_read, seen, lost = 0, survey.sequences, problems.of_file.total()
             torn = len(problems.torn)
-            survey.together |= dict.fromkeys(map(str, source.folders))
+            survey.together |= dict.fromkeys(map(str, source.twice))
             records = _of_few_steps(source.records(problems), steps, source, survey.together)
             survey.add_all(
                 problems.each(records, source.name, source.size),

@@ -35,6 +35,11 @@ def with_own_mean(config: CorrectionConfig) -> CorrectionConfig:
     return replace(config, weight=replace(weight, normalize=replace(weight.normalize, scope="micro_batch")))
 
 
+def essence(config: CorrectionConfig) -> CorrectionConfig:
+    """What a config does to the tokens of a batch, by which configs are equal."""
+    return replace(with_own_mean(config), metrics="none")
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A config under the name that a person gave it."""
@@ -188,7 +193,7 @@ def candidates(asked: str, own: Candidate | None) -> list[Candidate]:
     first = [Candidate("none", CorrectionConfig()), *([own] if own else [])]
     kept: dict[CorrectionConfig, Candidate] = {}
     for candidate in (*first, *(Candidate(name, load(name)) for name in names)):
-        kept.setdefault(replace(with_own_mean(candidate.config), metrics="none"), candidate)
+        kept.setdefault(essence(candidate.config), candidate)
     return list(kept.values())
 
 

@@ -131,7 +131,7 @@ def level_of(report: Report) -> str:
     if bad or _of_config(report):
         return WATCH
     far = beyond({**report.whole, FIRST: _beside_alike(report)}) or _rises(report.changes, LIMITS[FIRST].high)
-    return WATCH if far or _lost(report) or report.usable < FEW else CALM
+    return WATCH if far or report.findings or _lost(report) or report.usable < FEW else CALM
 
 
 def _bad_steps(report: Report) -> dict[int, float]:

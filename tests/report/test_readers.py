@@ -185,12 +185,20 @@ def test_an_evaluations_dump_is_not_taken_for_the_rollouts(tmp_path: Path) -> No
     write_miles(tmp_path, some_records())
     write_rollout(tmp_path, some_records())
     file = tmp_path / "rollout_data" / "3.pt"
-    other = file.with_name("eval_3.pt")
+    other = file.with_name("of_eval_3.pt")  # as by a template of one's own
     other.write_bytes(file.read_bytes())
     edit(other, lambda content: [one.update(reward=100.0, tokens=[1, 2, 3]) for one in content["samples"]])
     assert [record.reward for record in read(tmp_path)[0]] == [0.0, 1.0, 2.0]
     other.replace(file)  # other tokens are another sample's
     assert [record.reward for record in read(tmp_path)[0]] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["{}.pth", "{}", "a.{}"])
+def test_a_dump_is_known_by_what_it_holds_and_not_by_its_name(tmp_path: Path, name: str) -> None:
+    write_miles(tmp_path, some_records())
+    for file in tmp_path.glob("**/*.pt"):
+        file.rename(file.with_name(name.format(file.stem)))
+    assert len(read(tmp_path)[0]) == 3
 
 
 def test_shards_with_the_same_indices_stay_apart(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from mis_plugins.report.readers.files import Curve, Problems
 from mis_plugins.report.readers.paths import find
 from mis_plugins.report.record import Record, from_mapping, lacking
 from mis_plugins.report.survey import Survey, report
-from mis_plugins.report.sweep import candidates
+from mis_plugins.report.sweep import Candidate, candidates, load
 from mis_plugins.report.verdict import (
     ALARM,
     AS_MUCH,
@@ -111,8 +111,9 @@ def test_a_run_whose_last_steps_hold_nothing_to_compare_is_never_calm(name: str,
 def test_another_files_lines_are_told_and_lose_nothing(tmp_path: Path) -> None:
     run = run_of_bf16(tmp_path / "run")
     (run / "events.jsonl").write_text('{"time": 3}\n')
+    (run / "wandb.csv").write_text("Step,kl_k3\n1,0.9\n")
     code, told = reported(run)
-    assert code == 0 and told["verdict"]["level"] == CALM and len(told["problems"]) == 1
+    assert code == 0 and told["verdict"]["level"] == CALM and len(told["problems"]) == 2
 
 
 @pytest.mark.parametrize("names", [("a.jsonl", "b.jsonl"), ("a/run.jsonl", "b/run.jsonl")])
@@ -142,6 +143,19 @@ def test_folders_that_hold_the_same_rollout_are_told(write: Callable[..., None],
     _, told = reported(tmp_path / "runs")
     folders = [str(tmp_path / "runs" / name / "train_data") for name in ("a", "b")]
     assert " and ".join(folders) in told["verdict"]["parts"]["Read as one run"]
+    for file in (tmp_path / "runs" / "b").glob("**/*.pt"):
+        file.rename(tmp_path / "runs" / "a" / "train_data" / f"b_{file.name}")  # by another template
+    first = min((tmp_path / "runs").glob("a/**/3*.pt"))
+    twins = f"{first} and {first.with_name(f'b_{first.name}')}"
+    assert twins in reported(tmp_path / "runs")[1]["verdict"]["parts"]["Read as one run"]
+
+
+def test_a_folder_for_each_rank_is_one_run(tmp_path: Path) -> None:
+    write_miles(tmp_path, some_records())
+    for file in (tmp_path / "train_data").glob("*.pt"):
+        (tmp_path / file.stem).mkdir()
+        file.rename(tmp_path / file.stem / "3.pt")
+    assert "Read as one run" not in reported(tmp_path)[1]["verdict"]["parts"]
 
 
 def rows_of(values: Sequence[Any], start: int = 0, name: str = "kl_k3", **more: Any) -> list[dict[str, Any]]:
@@ -237,7 +251,8 @@ def test_the_log_of_a_calm_run_is_calm(rows: Sequence[Mapping[str, Any]], tmp_pa
 def test_a_rise_below_the_limit_beside_calm_tokens_is_calm(tmp_path: Path) -> None:
     run = run_of_bf16(tmp_path / "run")
     write_log(run, rows_of([*[1e-4] * 40, *[2.2e-4] * 20]))
-    assert reported(run)[1]["verdict"]["level"] == CALM
+    assert reported(run, "--sweep", "own")[1]["verdict"]["level"] == CALM
+    assert "nothing now, but watch kl_k3." in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_a_log_that_goes_back_at_each_row_costs_little(tmp_path: Path) -> None:
@@ -460,6 +475,7 @@ def test_what_was_read_in_part_is_not_calm(
     [
         ("a.jsonl", b"", "holds no line"),
         ("a.jsonl", b"a story\nof two lines\n", "line 1: Expecting value"),
+        ("a.csv", b'\xef\xbb\xbf"Step";"kl_k3"\r\n1;"0,9"\r\n', "csv is not read; write one JSON object a line, as "),
         ("a.json", b"[1, 2]", "line 1: holds list, no object; write one object a line"),
         ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:12], "Compressed file ended before"),
     ],
@@ -874,6 +890,11 @@ def test_with_advantages_equals_are_shown_as_equal() -> None:
     assert found.name == "tis" and any(line.startswith("as good within the interval: ") for line in found.why)
 
 
+def test_a_runs_own_file_that_is_readmes_row_is_judged_as_the_row() -> None:
+    found = propose([Candidate("mis.yaml", load("tis"))], {"mis.yaml": PLAIN}, {FIRST: 0.02}, {})
+    assert found is not None and found.name == "mis.yaml" and "of the tokens are kept" in found.why[0]
+
+
 def test_beyond_readmes_table_the_engine_is_repaired_first() -> None:
     found = proposed(records(recorded("int4", 1)))
     assert not found.trusted and found.why[0].startswith("repair the engine first: kl_k3 is 0.79, above 0.25")
@@ -892,7 +913,9 @@ def test_a_ranking_beats_readmes_row_beyond_its_interval_alone() -> None:
         assert found is not None
         return found
 
-    assert among(0.95, 0.0).name == "cis" and "README's row `tis` has 0.900; cis has 0.950" in among(0.95, 0.0).why[0]
+    why = "; ".join(among(0.95, 0.0).why)
+    assert among(0.95, 0.0).name == "cis" and "is `tis`; the row has 0.900, cis has 0.950" in why
+    assert why.count("row") == 2
     assert among(0.95, 0.02).name == "tis" and "as good within the interval: cis" in among(0.95, 0.02).why[-1]
     assert among(0.902, 0.0).name == "tis"
 
@@ -1124,9 +1147,8 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "routes that differ, with a heavy tail": (with_flips, ["route"]),
     "older versions without the trainer's": (of_versions, ["stale-weights"]),
     "a mismatch from position 60 on": (in_one_place, []),
-    "a mismatch of every eighth response": (
-        lambda: [(BF16 if place % 8 else INT5)[place] for place in range(len(BF16))], []
-    ),
+    "a mismatch of every eighth response": (lambda: in_part(BF16, INT5), ["precision"]),
+    "one engine of sixteen, which leaves kl_k3 below its limit": (lambda: in_part(BF16, INT6, 16), ["precision"]),
 }  # fmt: skip
 
 
@@ -1215,7 +1237,8 @@ def test_numbers_without_a_step_are_told_with_the_names_of_steps(tmp_path: Path)
     assert not verdict["measured"] and "name it by one of rollout, step" in verdict["headline"]
 
 
-@pytest.mark.parametrize("every", ["-1", "nan", "inf"])
+@pytest.mark.parametrize("every", ["-1", "nan", "inf", "5"])
 def test_a_wait_that_is_no_number_of_seconds_is_refused(every: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--every: got"):
-        run(Namespace(every=float(every), output=tmp_path))
+    why = "--every: got 5, and without --watch" if every == "5" else "--every: got .*; give seconds from 0"
+    with pytest.raises(InputError, match=why):
+        run(Namespace(every=float(every), watch=False, output=tmp_path))

@@ -4,7 +4,7 @@ slime's training dump was read from slime 624b824: `{format_version: 2, rollout_
 a rollout. The last pipeline stage of tensor-parallel rank 0 writes it, after context-parallel pieces are gathered.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,11 @@ from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import load_foreign
 from mis_plugins.shared.opened import natural
 
-EVALUATION = "eval_"  # begins the name of a host's dump of an evaluation, numbered as a rollout's dump
-
 
 def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
     """Sources of dumps of Miles and slime: training data joined over ranks, and what rollouts' dumps add to them."""
-    trained: dict[tuple[str, str], list[Path]] = defaultdict(list)
-    rolled: dict[str, Path] = {}
+    trained: dict[tuple[str, str], dict[Path, str]] = defaultdict(dict)
+    rolled: dict[str, list[Path]] = defaultdict(list)  # evaluations too: their numbers are those of rollouts
     for file in files:
         content = problems.read(partial(load_foreign, file), file)
         if content is None:
@@ -32,20 +30,27 @@ def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
             continue
         kind, rollout = problems.read(partial(_kind, content), file) or ("", "")
         if kind == "rollout":
-            rolled[EVALUATION * file.stem.startswith(EVALUATION) + rollout] = file
+            rolled[rollout].append(file)
         elif kind:
-            trained[kind, rollout].append(file)
+            trained[kind, rollout][file] = str(content.get("rank"))
     for (kind, rollout), parts in sorted(trained.items(), key=lambda item: natural(item[0][1])):
-        both = tuple(parts) + ((rolled[rollout],) if rollout in rolled else ())
-        folders = tuple(dict.fromkeys(file.parent for file in parts))
-        records = partial(_records, kind, parts, rolled.get(rollout))
-        yield Source(f"{kind} rollout {rollout}", both, records, folders if folders[1:] else ())
+        both = (*parts, *rolled.get(rollout, ()))
+        records = partial(_records, kind, [*parts], rolled.get(rollout, ()))
+        yield Source(f"{kind} rollout {rollout}", both, records, _twice(parts))
     if rolled and not trained:
         problems.add(
             "a rollout's dump holds the engine's log-probs alone; name the folder of the training data too "
             "(--save-debug-train-data, --dump-details)",
-            next(iter(rolled.values())),
+            next(iter(rolled.values()))[0],
         )
+
+
+def _twice(parts: Mapping[Path, str]) -> tuple[Path, ...]:
+    """The folders, or else the files, of parts that one rank wrote, as where there are several runs."""
+    ranks = Counter(parts.values())
+    files = sorted((file for file in parts if ranks[parts[file]] > 1), key=lambda file: natural(parts[file]))
+    folders = dict.fromkeys(file.parent for file in files)
+    return tuple(folders if len(folders) > 1 else files)
 
 
 def _kind(content: Any) -> tuple[str, str]:
@@ -73,18 +78,22 @@ def _lacking(content: Any) -> str:
     return f": {lacking((needed,), held)}"
 
 
-def _records(kind: str, files: Sequence[Path], rollout: Path | None, problems: Problems) -> Iterator[Record]:
-    extra = problems.read(lambda: host.rollout_extra(load_foreign(rollout)), rollout) if rollout else None
+def _records(kind: str, files: Sequence[Path], rollouts: Iterable[Path], problems: Problems) -> Iterator[Record]:
+    extra: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    for rollout in rollouts:
+        told = problems.read(lambda rollout=rollout: host.rollout_extra(load_foreign(rollout)), rollout)
+        for index, rows in (told or {}).items():
+            extra[index] += rows
     loaded = [(file, problems.read(partial(load_foreign, file), file)) for file in files]
     whole = [(file, content) for file, content in loaded if content is not None]
     if kind == "Miles":
-        yield from miles.records([content for _, content in whole], f"{files[0].parent}", extra or {}, problems)
+        yield from miles.records([content for _, content in whole], f"{files[0].parent}", extra, problems)
         return
     for file, content in whole:
         for place, sample in enumerate(content["samples"]):
             names = sample if isinstance(sample, dict) else {}
             index = names.get("sample_index", names.get("rollout_position", place))
-            made = partial(_of_slime, content, sample, index, extra or {})
+            made = partial(_of_slime, content, sample, index, extra)
             if record := problems.read(made, file, f"sample {shown(index)}"):
                 yield record
 

@@ -231,13 +231,13 @@ class Source:
 
     kind: the format, in words.
     records: yields what the files hold; a file that is broken is told to `Problems` and left out.
-    folders: the folders that hold parts of one rollout, where there are several.
+    twice: folders or files that hold one part of a rollout each, where there are several of one part.
     """
 
     kind: str
     files: tuple[Path, ...]
     records: Callable[[Problems], Iterator[Record]]
-    folders: tuple[Path, ...] = ()
+    twice: tuple[Path, ...] = ()
 
     @property
     def size(self) -> int:

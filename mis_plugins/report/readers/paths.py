@@ -28,6 +28,10 @@ NOTHING = (
     "holds nothing that this command reads: dumps of Miles or slime (--dump-details), the neutral form (jsonl, "
     "parquet), metrics.jsonl, wandb or tensorboard files"
 )
+CSV = (
+    'csv is not read; write one JSON object a line, as {"step": 3, "kl_k3": 0.001}, or name the run\'s offline wandb '
+    "or tensorboard files"
+)
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,10 @@ class Found:
 def find(paths: Sequence[Path], problems: Problems) -> Found:
     """Sources of all paths, in the order of rollouts; raises InputError where a path does not exist."""
     files = _once([file for path in paths for file in _files(path, problems)])
-    sources = list(dumps([file for file in files if file.suffix == ".pt"], problems))
+    saved = {file: None for file in files if file.suffix == ".pt" or problems.read(partial(_is_saved, file), file)}
+    sources = list(dumps(saved, problems))
     lines, others = [], []
-    for file in files:
-        if file.suffix == ".pt":
-            continue
+    for file in (file for file in files if file not in saved):
         kind = format_of(file)
         if kind in curves.READERS:
             lines.append((file, kind))
@@ -68,7 +71,7 @@ def find(paths: Sequence[Path], problems: Problems) -> Found:
             sources.append(Source(kind, (file,), partial(NEUTRAL[kind], file)))
         elif kind == "verl":
             problems.add(VERL, file)
-        elif file in paths or _plain(file).suffix == ".jsonl":
+        elif file in paths or _plain(file).suffix in (".jsonl", ".csv"):
             tell_nothing(file, problems)
         else:
             others.append(file)
@@ -110,6 +113,7 @@ def _within(folder: Path, problems: Problems) -> Iterator[Path]:
         yield from (Path(where, name) for name in files)
 
 
+BEGINNING = 512  # bytes, in which an archive names its first file
 DATA = {".pt", ".jsonl", ".parquet"}  # the endings of files of tokens
 
 
@@ -118,6 +122,12 @@ def _is_regular(file: Path, problems: Problems) -> bool:
     if not is_readable and _plain(file).suffix in DATA:
         problems.torn[str(file)] = None
     return is_readable
+
+
+def _is_saved(file: Path) -> bool:
+    """Whether torch saved a file, under whatever name that a host's flag gives it."""
+    with Opened(file).file as content:
+        return b"/data.pkl" in content.read(BEGINNING)
 
 
 NEUTRAL = {"parquet": neutral.parquet, "jsonl": neutral.jsonl}
@@ -159,6 +169,8 @@ def tell_nothing(file: Path, problems: Problems) -> None:
         why = f"holds numbers without their step; name it by one of {', '.join(curves.STEPS_OF_HOSTS)}"
     elif first is not None:
         why = f"{NOTHING}; {lacking(REQUIRED, first)}"
+    elif _plain(file).suffix == ".csv":
+        why = CSV
     else:
         wrong = [f"{problem.place}: {problem.reason}".removeprefix(": ") for problem in broken.kept[:1]]
         why = "; ".join([*(wrong or ["holds no line"]), NOTHING])
