@@ -124,12 +124,11 @@ class LogProbRecord:
         header = file.metadata
         if header.get("format") != FORMAT:
             raise RecordError(f"{path}: not a log-prob record (format {header.get('format')!r})")
+        columns = [*map(file.tensor, TENSORS)]
         try:
-            record = cls(*map(file.tensor, TENSORS), metadata=header)
+            record = cls(*columns, metadata=header)
             hashes = dict(json.loads(header["sha256"]))
-        except RecordError:
-            raise
-        except (TypeError, KeyError, ValueError) as error:
+        except (RecordError, TypeError, KeyError, ValueError) as error:
             raise RecordError(f"{path}: {error}") from error
         for name in file.names:
             if name not in TENSORS or hashes.get(name) != digest(record.tensors[name]):
