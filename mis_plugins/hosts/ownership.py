@@ -47,9 +47,6 @@ class Hook(functools.partial[R]):
     All hooks have one class: a parser that meets it a second time adds nothing, and hands its values to each.
     """
 
-    def __new__(cls, function: Callable[..., R]) -> "Hook[R]":
-        return super().__new__(cls, untraced(function))
-
     def __init__(self, function: Callable[..., R]) -> None:
         functools.update_wrapper(self, function)
         object.__setattr__(self, "__class__", Uncalled)
@@ -67,7 +64,7 @@ class Hook(functools.partial[R]):
 class Uncalled(Hook[R]):
     """A hook before its first call, which raises where a hook is named under another hook's flag.
 
-    Later calls look at no flag.
+    Later calls look at no flag, and cost no more than a call of the function.
     """
 
     def __call__(self, *given: Any, **named: Any) -> R:
@@ -75,18 +72,6 @@ class Uncalled(Hook[R]):
             raise ConfigError(misplaced)
         object.__setattr__(self, "__class__", Hook)
         return self(*given, **named)
-
-
-def untraced(function: Callable[..., R]) -> Callable[..., R]:
-    """The function, which torch.compile of a caller does not trace: the compiler may fail in it."""
-
-    @functools.wraps(function)
-    def run(*given: Any, **named: Any) -> R:
-        dynamo = sys.modules.get("torch._dynamo")
-        return (function if dynamo is None else dynamo.disable(function))(*given, **named)
-
-    run._torchdynamo_disable = True  # pyright: ignore[reportAttributeAccessIssue]
-    return run
 
 
 def under_another_flag(args: Any) -> str | None:

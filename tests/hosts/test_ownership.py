@@ -146,15 +146,6 @@ def test_every_hook_has_the_one_class_and_is_what_its_path_names(monkeypatch: py
     assert {hook.config_class for hook in EVERY_HOOK} == {None}, "no parser asks"
 
 
-def test_a_compiled_caller_leaves_a_hook_as_it_is() -> None:
-    """Traced, a hook may fail in torch's own compiler."""
-    seen: list[bool] = []
-    hook = ownership.Hook(lambda given: seen.append(torch._dynamo.is_compiling()) or given["x"] * 2)
-    compiled = torch.compile(lambda x: hook({"x": x}) + 1, backend="eager")
-    assert compiled(torch.ones(1)).tolist() == compiled(torch.ones(1)).tolist() == [3.0]
-    assert seen == [False, False]
-
-
 def test_the_list_in_mis_py_names_the_flag_of_each_hook() -> None:
     pairs = re.findall(r"--([a-z-]+) +mis_plugins\.mis\.(\w+)", mis.__doc__ or "")
     listed = {name: flag.replace("-", "_") for flag, name in pairs}

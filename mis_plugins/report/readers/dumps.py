@@ -81,8 +81,8 @@ def _lacking(content: Any) -> str:
 def _records(kind: str, files: Sequence[Path], rollouts: Iterable[Path], problems: Problems) -> Iterator[Record]:
     extra: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     for rollout in rollouts:
-        told = problems.read(lambda rollout=rollout: host.rollout_extra(load_foreign(rollout)), rollout)
-        for index, rows in (told or {}).items():
+        added = problems.read(lambda rollout=rollout: host.rollout_extra(load_foreign(rollout)), rollout)
+        for index, rows in (added or {}).items():
             extra[index] += rows
     loaded = [(file, problems.read(partial(load_foreign, file), file)) for file in files]
     whole = [(file, content) for file, content in loaded if content is not None]
