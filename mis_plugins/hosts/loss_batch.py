@@ -102,7 +102,7 @@ def written(batch: Batch, lengths: Sequence[int]) -> Written:
     if _has(batch, "recomputed_log_probs"):
         recomputed = _log_probs("recomputed_log_probs", batch, lengths)
     else:
-        recomputed = torch.full(versions.shape, torch.nan, device=versions.device)
+        recomputed = torch.full_like(versions, torch.nan, dtype=torch.float32)
     return Written(versions, recomputed, batch[VERSION])
 
 

@@ -21,6 +21,7 @@ from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss_batch
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.versions import samples as on_samples
+from mis_plugins.hosts.versions import scores
 from mis_plugins.hosts.versions.carrying import Carrying
 from mis_plugins.hosts.versions.rollouts import Numbering
 from mis_plugins.hosts.versions.samples import Note
@@ -275,12 +276,18 @@ def test_ranks_score_equally_many_micro_batches(ranks: int, multiple: int) -> No
     assert all(sum(len(one.tokens) for one in batch) <= 10 for share in planned for batch in share)
 
 
-def test_only_the_version_after_a_tokens_own_counts() -> None:
-    kept = Scores()
-    # Token 1 was heard of as of version 1, and is of 2; token 4 was of a stream that broke.
-    kept.add(2, {5: ((0, 1), torch.tensor([-1.0, -2.0]))})
-    kept.add(3, {5: ((1, 4), torch.tensor([-3.0, -9.0]))})
-    written = kept.written(Note(0, 5, [1, 2, 3]), 4)
-    assert written.recomputed[:2].tolist() == [-1.0, -3.0] and written.recomputed[2].isnan()
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
+def test_only_the_version_after_a_tokens_own_counts(default: torch.dtype) -> None:
+    """Whatever torch's default dtype is: a host that makes its model in bfloat16 may leave it so."""
+    kept, log_probs = Scores(), torch.tensor([-1.1, -2.1, -3.1])
+    torch.set_default_dtype(default)
+    try:
+        # Token 1 was heard of as of version 1, and is of 2; token 4 was of a stream that broke.
+        kept.add(2, scores._answered([Request(5, (0, 1), (0, 1))], [log_probs[:2]]))
+        kept.add(3, {5: ((1, 4), log_probs[[2, 0]])})
+        written = kept.written(Note(0, 5, [1, 2, 3]), 4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(written.recomputed[:2], log_probs[[0, 2]]) and written.recomputed[2].isnan()
     kept.keep(frozenset())
     assert kept.written(Note(0, 5, [1, 2, 3]), 4).recomputed.isnan().all()

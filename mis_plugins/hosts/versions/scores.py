@@ -139,7 +139,7 @@ class Scores:
     def written(self, note: Note, current: int) -> Written:
         """Versions v of a response's tokens, and their log pi_{v+1} where it was scored, else NaN."""
         versions = torch.tensor(note.versions, dtype=torch.int64)
-        recomputed = torch.full(versions.shape, torch.nan)
+        recomputed = torch.full(versions.shape, torch.nan, dtype=torch.float32)
         for answer in self._of.get(note.number, ()):
             places = torch.tensor(answer.positions, dtype=torch.int64)
             fits = places < len(versions)
@@ -150,8 +150,7 @@ class Scores:
 
 
 def _answered(requests: Sequence[Request], rows: Sequence[Tensor]) -> Answers:
-    pairs = zip(requests, rows, strict=True)
     return {
-        request.number: (request.positions, torch.tensor(request.wanted(row.float().tolist())))
-        for request, row in pairs
+        request.number: (request.positions, torch.tensor(request.wanted(row.tolist()), dtype=torch.float32))
+        for request, row in zip(requests, rows, strict=True)
     }
