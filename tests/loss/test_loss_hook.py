@@ -876,6 +876,8 @@ def test_the_breaker_sees_rules_and_opsm_together():
     assert bool(share_of(bad, opsm | {"on_all_rejected": "keep"}).all_rejected)
     assert not share_of(good, opsm).all_rejected and share_of(good, {}).all_rejected is None
     assert not share_of(masked_out(bad), opsm).all_rejected
+    short = [dataclasses.replace(x, mask=[t == 0 for t in range(len(x.mask))]) for x in bad.responses]
+    assert share_of(Step(short, bad.behavior), opsm).all_rejected  # of one token each
 
 
 def test_what_weighs_nothing_is_not_left():
