@@ -87,11 +87,12 @@ def test_a_number_that_is_none_stays_in_its_group(name: str) -> None:
 
 
 def test_equal_norms_leave_the_group_mean() -> None:
-    """Two certain rewards of 1 and 0 at the end, and tokens of one probability: half up, half down."""
-    token = [-1.0] * 3, [0.3] * 3, [1.0] * 3, [True] * 3
+    """Two certain rewards of 1 and 0 at the end, and tokens of one probability and weight: half up, half down."""
+    token = [-1.0] * 3, [0.3] * 3, [1e-3] * 3, [True] * 3
     batch = [Response([0.0, 0.0, reward], *token, 0) for reward in (1.0, 0.0)]
     expected = torch.tensor([0.5] * 3 + [-0.5] * 3, dtype=torch.float64)
-    assert (ours(batch, weigh=False) - expected).abs().max() <= float64_atol(2.0, 6)
+    for weigh in (False, True):
+        assert (ours(batch, weigh=weigh) - expected).abs().max() <= float64_atol(2.0, 6)
 
 
 def test_tokens_that_were_certain_have_no_gradient_and_no_baseline() -> None:
