@@ -354,8 +354,11 @@ def _precision(
     if not (part or (even and judged)) or rest <= 0.5 or rest * kl_k3 <= LIMITS[FIRST].high:
         return None
     beside = ", and so may another setting of sampling" if {"temperature", "top-p"} & {*showing} or not judged else ""
-    where, share = (facts.where, facts.heavy_share) if part else ("", 1.0)
-    return {"kl_k3": kl_k3, "rest": rest, "beside": beside, "where": where, "share_of_all": rest * share}
+    where, reach, share = (
+        (facts.where, "in each of the responses", facts.heavy_share) if part else ("", "everywhere", 1.0)
+    )
+    kept = {"kl_k3": kl_k3, "rest": rest, "share_of_all": rest * share}
+    return kept | {"beside": beside, "where": where, "reach": reach}
 
 
 def _seen(facts: Facts) -> tuple[dict[str, Numbers], dict[str, float], set[str]]:

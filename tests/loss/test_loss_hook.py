@@ -870,9 +870,6 @@ def test_the_breaker_sees_rules_and_opsm_together():
     first_alone = {"weight": None, "reject": [{"statistic": "k1", "over": "sum", "lower": 34.0}]}
     counts = [share_of(bad, config).all_rejected for config in (opsm, first_alone, first_alone | opsm)]
     assert [bool(flag) for flag in counts] == [True, False, True]
-    first, *others = bad.behavior
-    apart = Step(first_good(bad).responses, [[x - 10 for x in first], *others])  # OPSM leaves weights of 0 alone
-    assert share_of(apart, opsm | {"weight": {"bound": "zero", "lower": 1e-4, "upper": 2.0}}).all_rejected
     assert bool(share_of(bad, opsm | {"on_all_rejected": "keep"}).all_rejected)
     assert not share_of(good, opsm).all_rejected and share_of(good, {}).all_rejected is None
     assert not share_of(masked_out(bad), opsm).all_rejected

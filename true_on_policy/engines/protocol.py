@@ -122,7 +122,10 @@ def log_probs(values: Iterable[Any]) -> Float32[Tensor, "_"]:
 
 
 def _are_rounded(numbers: Sequence[float]) -> bool:
-    """Whether numbers have five decimals at most, or so few digits as float32 in its fewest digits has by no chance."""
+    """Whether numbers have five decimals at most, or so few digits that no chance gives float32 as few.
+
+    Of random float32 a share of about 10^d times the distance to the next one has d decimals or digits at most.
+    """
     written = [Decimal(repr(number)).normalize() for number in numbers]
     digits = [len(each.as_tuple().digits) for each in written]
     places = [each.adjusted() for each in written]  # the power of 10 of the first digit

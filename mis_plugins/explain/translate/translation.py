@@ -96,7 +96,9 @@ class _Loader(StrictLoader):
         return construct(node)
 
 
-class _Spoken(_Loader):
+class _OfCommand(_Loader):
+    """Reads a value of a command line: what is a number to YAML alone stays text."""
+
     def scalar(self, node: yaml.ScalarNode) -> Any:
         is_number = node.style is None and NUMBER.fullmatch(node.value)
         if is_number and "_" in node.value:
@@ -107,7 +109,7 @@ class _Spoken(_Loader):
 for kind in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{kind}", _Loader.number)
 for kind in ("int", "float", "str"):
-    _Spoken.add_constructor(f"tag:yaml.org,2002:{kind}", _Spoken.scalar)
+    _OfCommand.add_constructor(f"tag:yaml.org,2002:{kind}", _OfCommand.scalar)
 
 
 def load(text: str, loader: type[StrictLoader] = _Loader) -> Any:
@@ -117,7 +119,7 @@ def load(text: str, loader: type[StrictLoader] = _Loader) -> Any:
 
 def of_command(text: str) -> Any:
     """A value of a command line, read as YAML; a number to YAML alone (010, 0x10) stays text."""
-    return load(text, _Spoken)
+    return load(text, _OfCommand)
 
 
 def of_hydra(text: str) -> Any:
@@ -193,9 +195,13 @@ def whole(key: str, names: Iterable[str]) -> list[str]:
 
 
 def check_keys(
-    package: str, keys: Iterable[str], read: Collection[str], own: Sequence[str], families: tuple[str, ...],
-    free: Collection[str] = (),
-) -> None:  # fmt: skip
+    package: str,
+    keys: Iterable[str],
+    read: Collection[str],
+    own: Sequence[str],
+    families: tuple[str, ...],
+    free: Collection[str],
+) -> None:
     """Refuse a key of a family that is not the package's own, and a flag short for another, but for `free`."""
     for key in keys:
         if key.startswith(families) and key not in own:

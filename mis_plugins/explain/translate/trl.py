@@ -317,6 +317,7 @@ def _literal(node: ast.expr, source: str) -> Any:
 
 
 def _nothing(value: Any) -> Any:
+    """None for the words that TRL's parser takes for it."""
     return None if isinstance(value, str) and value.lower() in ("none", "null") else value
 
 

@@ -198,7 +198,10 @@ class Draft:
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
-    """Translate a yaml of verl's, a part of it, a launch script or a preset's name; Hydra overrides behind it win."""
+    """Translate a yaml of verl's, a part of it, a launch script or a preset's name; Hydra overrides behind it win.
+
+    It raises ConfigError, with verl's key, for no such section, an unknown key, or a value that verl refuses.
+    """
     # Hydra's `+` adds a key.
     overrides = settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_read, lambda key: _full(key.lstrip("+")), _value)
     won = _of_overrides([*overrides])
@@ -547,14 +550,14 @@ def _reject(draft: Draft) -> None:
 
 def _denominator(draft: Draft) -> None:
     """What verl divides by after its rules: of a response by what they leave, of all tokens as its trainer counts."""
-    by_token = {rule["over"] == "token" for rule in draft.mis.get("reject") or ()}
+    overs = {rule["over"] for rule in draft.mis.get("reject") or ()}
     loss, mode = draft.given.get(LOSS_MODE), draft.settings.get(AGGREGATED) or "token-mean"
     by_response = loss in BY_RESPONSE or mode == "seq-mean-token-mean"
     counts_left = mode == "token-mean" and not _is_v1(draft.settings) and not draft.is_on("bypass_mode")
-    if True in by_token and (by_response or counts_left):
+    if "token" in overs and (by_response or counts_left):
         draft.mis["denominator"] = "kept"
         draft.notes += [TOKENS_LEFT, *([GEOMETRIC_RULES] if loss == "geo_mean" else [])]
-    elif by_token and not by_response and mode == "token-mean":
+    elif overs and not by_response and mode == "token-mean":
         draft.notes.append(SEQUENCES_LEFT if counts_left else ALL_VALID)
 
 
