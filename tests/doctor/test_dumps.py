@@ -22,6 +22,7 @@ from mis_plugins.errors import UserError
 from true_on_policy.contract.gpu import gpu_contract, model_contract
 from true_on_policy.engines.server import free_port
 from true_on_policy.errors import ContractError
+from true_on_policy.observe import dumps
 from true_on_policy.observe.dumps import CONTRACT as CONTRACT_ROW
 from true_on_policy.observe.dumps import (
     RANKS,
@@ -222,9 +223,12 @@ def test_an_engine_that_has_ended_is_not_believed(tmp_path: Path) -> None:
     del here["rank"], here["ranks"], here["url"]
     assert load_engine(engine(tmp_path, 1, **here), None).settings["port"] == "1"
     assert load_engine(engine(tmp_path, 1, **here | {"host": "elsewhere", "began": 1}), None).settings["port"] == "1"
-    zombie = subprocess.Popen([sys.executable, "-c", ""])
+    zombie = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    running = {"pid": zombie.pid, "began": dumps._began(zombie.pid)}
+    assert load_engine(engine(tmp_path, 1, **here | running), None).settings["port"] == "1"
+    zombie.kill()
     os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
-    for other in ({"pid": zombie.pid}, {"began": here["began"] - 1}):  # a later process has the process id
+    for other in (running, {"began": here["began"] - 1}):  # a later process has the process id
         with pytest.raises(DumpError, match=f"process .* of {here['host']}, which wrote it, has ended"):
             load_engine(engine(tmp_path, 1, **here | other), None)
     zombie.wait()
