@@ -73,6 +73,11 @@ def test_what_a_host_divides_by(settings: dict, expected: str | None):
     assert average(SimpleNamespace(**settings)) == expected
 
 
+@pytest.mark.parametrize("settings", [{}, PER_TOKEN])
+def test_a_step_of_masked_samples_alone_logs_zeros(settings: dict):
+    assert set(logged([MASKED], **settings).values()) == {0}
+
+
 def test_where_rollouts_may_be_several_samples_nothing_is_scaled():
     settings = {"custom_generate_function_path": "mine.generate"}
     alone, among = logged([LIVE], **settings), logged([LIVE + MASKED], **settings)
