@@ -89,6 +89,11 @@ def test_policy_loss_and_step_report(logged: Sequence[Mapping[str, float]], monk
     assert loss.requires_grad
 
 
+def test_a_host_that_nobody_knows_is_told_once_where_metrics_go(caplog: pytest.LogCaptureFixture):
+    assert unknown.HOST.tracking() is unknown.HOST.tracking() is None
+    assert caplog.messages == [unknown.NOTICE]
+
+
 def test_a_host_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A file beside the others that makes a record is all that the registry asks for."""
     known = {*registry.every_host(), "made-up"} - {"embedded"}
