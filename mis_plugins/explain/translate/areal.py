@@ -176,7 +176,10 @@ def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
     if SAPO in keys:
         return _sapo(keys)
     config = _from_flat({key: value for key, value in keys.items() if key != REJECTION})
-    if REJECTION not in keys or config.bypass:  # AReaL ignores it in bypass
+    if REJECTION not in keys:
+        return config
+    if config.bypass:
+        _check_same(_filled(keys[REJECTION]))
         return config
     if CAP in keys:
         raise ConfigError(f"{CAP}: rejection_sampling took its place in AReaL; keep one of them")
@@ -279,14 +282,30 @@ def _check_decoupled(keys: Mapping[str, tuple[str, Any]], blocks: Iterable[Mappi
         )
 
 
-def _rejection(block: Any) -> CorrectionConfig:
-    """What `rejection_sampling` means."""
+def _filled(block: Any) -> dict[str, Any]:
+    """The keys of `rejection_sampling`, with AReaL's defaults."""
     if not isinstance(block, Mapping):
         raise ConfigError(f"{REJECTION}: got {shown(block)}; expected a mapping of {', '.join(DEFAULTS)}")
     for key in block:
         if key not in DEFAULTS:
             raise ConfigError(f"{REJECTION}.{key}: unknown key; known are {', '.join(DEFAULTS)}")
-    keys = DEFAULTS | dict(block)
+    return DEFAULTS | dict(block)
+
+
+def _check_same(keys: Mapping[str, Any]) -> None:
+    """Refuse bounds that leave out equal policies, as both are in AReaL without the decoupled loss."""
+    (lower, upper), same = _bounds(keys), float(keys["metric"] == "ratio")
+    if upper < same or lower is not None and lower > same:
+        bound = "upper" if upper < same else "lower"
+        raise ConfigError(
+            f"{REJECTION}.{bound}: {as_written(keys[bound])} acts on every token in AReaL, for which both policies are "
+            f"the same without use_decoupled_loss: true, and the {keys['metric']} is {same:g}; drop {REJECTION}"
+        )
+
+
+def _rejection(block: Any) -> CorrectionConfig:
+    """What `rejection_sampling` means."""
+    keys = _filled(block)
     if keys["metric"] == "binary_kl":
         raise ConfigError(f"{REJECTION}.metric: {KPOP}")
     for key, choices in CHOICES.items():

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from mis_plugins.config.reading import number
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, shown
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, config_of, flags, other_of, tree_or_script
 from mis_plugins.explain.translate.translation import (
@@ -97,7 +97,9 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     won = dict(settings_behind(behind, expected, _is_ours, options=options))
     source = _said(text, set(won), asked)
     keys = {**source.settings, **won}
-    if isinstance(losses := keys.get(LOSS), list) and len(losses) == 1:
+    if isinstance(losses := keys.get(LOSS), list):
+        if len(losses) != 1:
+            raise ConfigError(f"{LOSS}: got {shown(losses)}; ms-swift takes one with {TYPE}: {GRPO}, so give one")
         keys[LOSS] = losses[0]
     if (kind := keys.get(TYPE, GRPO)) != GRPO and not is_open(kind):
         raise ConfigError(f"nothing to translate: {TYPE}: {as_written(kind)}; ms-swift corrects with {GRPO} alone")
