@@ -51,7 +51,8 @@ TAUS = ("tau_pos", "tau_neg")
 KNOWN = (*KEYS, LOSS_MODE, *WIDTHS, *TAUS)
 IN_LOSS = f"{ACTOR}.policy_loss.rollout_correction"
 MODE_PATH, AGGREGATED = f"{ACTOR}.policy_loss.{LOSS_MODE}", f"{ACTOR}.loss_agg_mode"
-LOG_PROBS, USE_V1 = "actor_rollout_ref.rollout.calculate_log_probs", "trainer.use_v1"
+LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+USE_V1, LEGACY = "trainer.use_v1", "trainer.use_legacy_worker_impl"  # the second of verl before 0.9.0
 KL = tuple(f"{ACTOR}.{key}" for key in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
 KL_TYPES = {"kl": "k1", "mse": "k2", "k3": "low_var_kl"} | {name: name for name in ("k1", "k2", "low_var_kl")}
 UNSERVED = {
@@ -74,7 +75,7 @@ OWN_PARTS = (*OWN, *OWN_ASYNC, "rollout_correction", "rollout", "distillation", 
              "torchtitan_actor")  # fmt: skip
 TEACHER = "distillation"  # whose loss has a `loss_mode` of its own
 DISTILLS, OF_TEACHER = f"{TEACHER}.enabled", f"{TEACHER}.distillation_loss"
-BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1, ASYNC, DISTILLS, f"{OF_TEACHER}.{LOSS_MODE}",
+BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1, LEGACY, ASYNC, DISTILLS, f"{OF_TEACHER}.{LOSS_MODE}",
              f"{OF_TEACHER}.use_policy_gradient", *KL, *UNSERVED)  # fmt: skip
 """Settings outside of the correction that a note is about."""
 SHORT = {key: path for path, key in PATHS.items()} | {"rollout_correction": SECTION, "actor": ACTOR}
@@ -483,7 +484,7 @@ def _kl(uses: Any, coefficient: Any, kind: Any) -> Iterator[str]:
 
 def _is_v1(settings: Mapping[str, Any]) -> bool:
     """Whether verl's trainer since 0.9.0 runs, which hands no loss weights or rules in bypass by itself."""
-    return bool(settings.get(USE_V1, True)) and ASYNC not in settings
+    return bool(settings.get(USE_V1, LEGACY not in settings)) and ASYNC not in settings
 
 
 def _replaces_loss(settings: Mapping[str, Any]) -> bool:
@@ -553,12 +554,14 @@ def _denominator(draft: Draft) -> None:
     overs = {rule["over"] for rule in draft.mis.get("reject") or ()}
     loss, mode = draft.given.get(LOSS_MODE), draft.settings.get(AGGREGATED) or "token-mean"
     by_response = loss in BY_RESPONSE or mode == "seq-mean-token-mean"
-    counts_left = mode == "token-mean" and not _is_v1(draft.settings) and not draft.is_on("bypass_mode")
+    by_micro_batch = draft.settings.get(LEGACY, "disable") != "disable"  # whose own mask is all that it counts by
+    in_trainer = not _is_v1(draft.settings) and not draft.is_on("bypass_mode")
+    counts_left = mode == "token-mean" and (by_micro_batch or in_trainer)
     if "token" in overs and (by_response or counts_left):
         draft.mis["denominator"] = "kept"
         draft.notes += [TOKENS_LEFT, *([GEOMETRIC_RULES] if loss == "geo_mean" else [])]
-    elif overs and not by_response and mode == "token-mean":
-        draft.notes.append(SEQUENCES_LEFT if counts_left else ALL_VALID)
+    elif overs and (by_micro_batch and loss != "geo_mean" or not by_response and mode == "token-mean"):
+        draft.notes.append(SEQUENCES_LEFT if counts_left or by_micro_batch else ALL_VALID)
 
 
 def _ratio_rule(spec: Any) -> dict[str, float]:
