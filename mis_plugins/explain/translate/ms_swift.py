@@ -109,7 +109,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     given = {key: keys[key] for key in read if key in keys}
     if given.get(MODE) is None and is_open(given.get(THRESHOLD)):
         del given[THRESHOLD]  # without effect
-    decide = (*KEYS, USE_VLLM, *own, *(OF_KL if given.get(DELTA) is not None else ()))
+    masks, weighs = (given.get(key) is not None for key in (DELTA, MODE))
+    decide = (*KEYS, USE_VLLM, *own, *(OF_KL if masks else ()), *(() if masks or weighs else (LOSS,)))
     refuse_open({key: value for key, value in given.items() if key in decide}, {})
     if not set(given) & set(KEYS) and not own:
         source.prove_nothing()
