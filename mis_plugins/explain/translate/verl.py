@@ -13,18 +13,8 @@ from typing import Any
 from mis_plugins.config.reading import convert, number, suggest
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate import verl_presets
-from mis_plugins.explain.translate.script import (
-    ASKED,
-    Asked,
-    Dialect,
-    Said,
-    Value,
-    no_values,
-    overrides,
-    setting_of,
-    tree_or_script,
-)
+from mis_plugins.explain.translate import script, verl_presets
+from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, Value, tree_or_script
 from mis_plugins.explain.translate.translation import (
     OVER_RESPONSES,
     OVER_TOKENS,
@@ -262,15 +252,15 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
         return Said(_of_section(text))
     source = tree_or_script(text, DIALECT, behind, asked)
     tree = {key: value for key, value in source.tree.items() if key not in ("hydra", "defaults")}
-    of_yaml, script = _once(_flat(tree, is_whole=not WHOLE.isdisjoint(tree))), _of_script(source.settings)
-    is_by_default = script.get(ASYNC) or any(name in str(source.tree.get("defaults")) for name in OWN_ASYNC)
+    of_yaml, own = _once(_flat(tree, is_whole=not WHOLE.isdisjoint(tree))), _of_script(source.settings)
+    is_by_default = own.get(ASYNC) or any(name in str(source.tree.get("defaults")) for name in OWN_ASYNC)
     if is_by_default or "async_training" in tree:
         of_yaml = {ASYNC: True} | ({BYPASS: True} if is_by_default else {}) | of_yaml
-    elif ASYNC in script and not tree and BYPASS not in script:
+    elif ASYNC in own and not tree and BYPASS not in own:
         of_yaml = {BYPASS: Open("a yaml that is not here")}
     seen = {part for path in of_yaml for part in path.split(".")}
     strays = [place for place in places(tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
-    return replace(source, settings={**of_yaml, **script}).beside(strays)
+    return replace(source, settings={**of_yaml, **own}).beside(strays)
 
 
 def _once(settings: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -345,12 +335,12 @@ def _settings(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
     """The overrides of a command, and whether an async trainer begins with its own yaml."""
     if len(words) > 1 and _own(words) != OWN:
         yield ASYNC, Word("false" if _file(words) else "true", ASYNC)
-    yield from overrides(words)
+    yield from script.overrides(words)
 
 
 def _own(words: Sequence[Word]) -> tuple[str, ...]:
     """Names of verl's own yamls for the trainer of a command; the first is read where the command names none."""
-    modules = [word.text for word in no_values(words) if "=" not in word.text]
+    modules = [word.text for word in script.no_values(words) if "=" not in word.text]
     names = [name for part, name in MAINS.items() if any(part in module for module in modules)]
     return tuple(f"{names[0]}_{own}" for own in OWN) if names else OWN
 
@@ -358,17 +348,13 @@ def _own(words: Sequence[Word]) -> tuple[str, ...]:
 def _starts(word: str) -> bool:
     """Whether a word tells that its command starts a training: its module, or an override that only a trainer has."""
     is_override = word.lstrip("+~").startswith(("algorithm.", "actor_rollout_ref."))
-    return "=" in word and is_override or word.partition("=")[0] in OF_FILE or _module(word) in TRAINERS
-
-
-def _module(word: str) -> str:
-    """The last name of a module, `verl.trainer.main_ppo`, or of a file, `recipe/dapo/main_dapo.py`."""
-    return word.removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    name = word.removesuffix(".py").replace("/", ".").rpartition(".")[2]  # the last of a module, or of its file
+    return "=" in word and is_override or word.partition("=")[0] in OF_FILE or name in TRAINERS
 
 
 def _file(words: Sequence[Word]) -> Word | None:
     """The yaml that Hydra reads: a name in a folder, or a name alone in the folder of verl's own."""
-    folder, name = setting_of(words, *OF_FOLDER), setting_of(words, *OF_NAME)
+    folder, name = (script.setting_of(words, *flags) for flags in (OF_FOLDER, OF_NAME))
     if folder is None and name is None:
         return None
     own = _own(words)
