@@ -546,8 +546,10 @@ def _denominator(draft: Draft) -> None:
     if "token" in overs and (by_response or counts_left):
         draft.mis["denominator"] = "kept"
         draft.notes += [TOKENS_LEFT, *([GEOMETRIC_RULES] if loss == "geo_mean" else [])]
-    elif overs and (by_micro_batch and loss != "geo_mean" or not by_response and mode == "token-mean"):
-        draft.notes.append(SEQUENCES_LEFT if counts_left or by_micro_batch else ALL_VALID)
+    elif overs and not by_response and mode == "token-mean":
+        draft.notes.append(SEQUENCES_LEFT if counts_left else ALL_VALID)
+    if overs and by_micro_batch and loss != "geo_mean" and (by_response or mode != "token-mean"):
+        draft.notes.append(SEQUENCES_LEFT)
 
 
 def _ratio_rule(spec: Any) -> dict[str, float]:
