@@ -15,21 +15,9 @@ from mis_plugins.config.flat import spelled
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, shown
+from mis_plugins.explain.translate import translation
 from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, overrides, tree_or_script
-from mis_plugins.explain.translate.translation import (
-    OVER_TOKENS,
-    Translation,
-    as_written,
-    beside,
-    choice,
-    clip_flags,
-    is_open,
-    of_hydra,
-    of_script,
-    places,
-    refuse_open,
-    settings_behind,
-)
+from mis_plugins.explain.translate.translation import Translation, as_written, choice, is_open, of_hydra, of_script
 
 CAP, FLOOR, ENABLE = "behav_imp_weight_cap", "behav_imp_weight_floor", "enable_segment_wise_ppo"
 DECOUPLED, REJECTION = "use_decoupled_loss", "rejection_sampling"
@@ -83,7 +71,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     It raises ConfigError, with the key, for a key or a value that AReaL refuses, or that has no counterpart.
     """
     expected = f"actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}"
-    won = list(settings_behind(behind, expected, _is_read, methodcaller("lstrip", "+"), of_hydra))
+    won = list(translation.settings_behind(behind, expected, _is_read, methodcaller("lstrip", "+"), of_hydra))
     source = tree_or_script(text, DIALECT, set(dict(won)), asked)
     own = {path: value if is_open(value) else of_script(path, str(value)) for path, value in source.settings.items()}
     tree = source.tree
@@ -91,14 +79,14 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         tree = _with(tree, _place(tree, path).split("."), value)
     by_key = _places(tree)
     read = tuple(f"{block}.{key}" for block in reading.AREAL_BLOCKS for key in by_key)
-    source = source.beside([place for place in places(tree, KNOWN) if place not in (*by_key, *read)])
+    source = source.beside([place for place in translation.places(tree, KNOWN) if place not in (*by_key, *read)])
     if not by_key:
         source.prove_nothing()
         raise ConfigError(
             f"nothing to translate: none of {', '.join((*KNOWN, OLD_CAP, OLD_MODE))} in it, nor in its actor: and "
             "rollout:"
         )
-    refuse_open(dict(_leaves(by_key)), {})
+    translation.refuse_open(dict(_leaves(by_key)), {})
     is_old = not {OLD_CAP, OLD_MODE}.isdisjoint(by_key)
     by_key = _renamed(by_key) if is_old else by_key
     where = {key: place for key, (place, _) in by_key.items()}
@@ -176,7 +164,10 @@ def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
     if SAPO in keys:
         return _sapo(keys)
     config = _from_flat({key: value for key, value in keys.items() if key != REJECTION})
-    if REJECTION not in keys or config.bypass:  # AReaL ignores it in bypass
+    if REJECTION not in keys:
+        return config
+    if config.bypass:
+        _check_same(_filled(keys[REJECTION]))
         return config
     if CAP in keys:
         raise ConfigError(f"{CAP}: rejection_sampling took its place in AReaL; keep one of them")
@@ -279,14 +270,33 @@ def _check_decoupled(keys: Mapping[str, tuple[str, Any]], blocks: Iterable[Mappi
         )
 
 
-def _rejection(block: Any) -> CorrectionConfig:
-    """What `rejection_sampling` means."""
+def _filled(block: Any) -> dict[str, Any]:
+    """The keys of `rejection_sampling`, with AReaL's defaults."""
     if not isinstance(block, Mapping):
         raise ConfigError(f"{REJECTION}: got {shown(block)}; expected a mapping of {', '.join(DEFAULTS)}")
     for key in block:
         if key not in DEFAULTS:
             raise ConfigError(f"{REJECTION}.{key}: unknown key; known are {', '.join(DEFAULTS)}")
     keys = DEFAULTS | dict(block)
+    if keys["action"] == "clamp" and keys["metric"] != "ratio":
+        raise ConfigError(f"{REJECTION}.action: clamp needs metric: ratio, in AReaL as here")
+    return keys
+
+
+def _check_same(keys: Mapping[str, Any]) -> None:
+    """Refuse bounds that leave out equal policies, as both are in AReaL without the decoupled loss."""
+    (lower, upper), same = _bounds(keys), float(keys["metric"] == "ratio")
+    if upper < same or lower is not None and lower > same:
+        bound = "upper" if upper < same else "lower"
+        raise ConfigError(
+            f"{REJECTION}.{bound}: {as_written(keys[bound])} acts on every token in AReaL, for which both policies are "
+            f"the same without use_decoupled_loss: true, and the {keys['metric']} is {same:g}; drop {REJECTION}"
+        )
+
+
+def _rejection(block: Any) -> CorrectionConfig:
+    """What `rejection_sampling` means."""
+    keys = _filled(block)
     if keys["metric"] == "binary_kl":
         raise ConfigError(f"{REJECTION}.metric: {KPOP}")
     for key, choices in CHOICES.items():
@@ -318,8 +328,6 @@ def _bounds(keys: Mapping[str, Any]) -> tuple[float | None, float]:
 
 def _clamped(keys: Mapping[str, Any]) -> model.Level:
     """The level of a weight that the bounds clamp."""
-    if keys["metric"] != "ratio":
-        raise ConfigError(f"{REJECTION}.action: clamp needs metric: ratio, in AReaL as here")
     if keys["level"] == "token":
         return "token"
     if keys["agg"] != "mean" and keys["lower"]:
@@ -354,7 +362,7 @@ def _of_loss(where: Mapping[str, str], config: CorrectionConfig) -> Iterator[str
             f"{where[M2]}: of each micro-batch in AReaL as here; the hosts cut micro-batches of their own, and divide "
             "by all valid tokens."
         )
-    yield f"AReaL {OVER_TOKENS}."
+    yield f"AReaL {translation.OVER_TOKENS}."
     if not is_decoupled:
         return
     if DECOUPLED not in where:
@@ -398,5 +406,5 @@ def notes(tree: Mapping[Any, Any], where: Collection[str] = ()) -> Iterator[str]
             yield f"actor.{key}: {as_written(actor[key])}: {why}"
     if SAPO not in where:  # which clips nothing
         placed = {f"actor.{key}": value for key, value in actor.items()}
-        yield from clip_flags(placed, CLIPS)
-        yield from beside(placed, {}, CLIPS)
+        yield from translation.clip_flags(placed, CLIPS)
+        yield from translation.beside(placed, {}, CLIPS)

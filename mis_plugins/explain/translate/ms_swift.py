@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from mis_plugins.config.reading import number
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, shown
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, config_of, flags, other_of, tree_or_script
 from mis_plugins.explain.translate.translation import (
@@ -97,7 +97,9 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     won = dict(settings_behind(behind, expected, _is_ours, options=options))
     source = _said(text, set(won), asked)
     keys = {**source.settings, **won}
-    if isinstance(losses := keys.get(LOSS), list) and len(losses) == 1:
+    if isinstance(losses := keys.get(LOSS), list):
+        if len(losses) != 1:
+            raise ConfigError(f"{LOSS}: got {shown(losses)}; ms-swift takes one with {TYPE}: {GRPO}, so give one")
         keys[LOSS] = losses[0]
     if (kind := keys.get(TYPE, GRPO)) != GRPO and not is_open(kind):
         raise ConfigError(f"nothing to translate: {TYPE}: {as_written(kind)}; ms-swift corrects with {GRPO} alone")
@@ -107,7 +109,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     given = {key: keys[key] for key in read if key in keys}
     if given.get(MODE) is None and is_open(given.get(THRESHOLD)):
         del given[THRESHOLD]  # without effect
-    decide = (*KEYS, USE_VLLM, *own, *(OF_KL if given.get(DELTA) is not None else ()))
+    masks, weighs = (given.get(key) is not None for key in (DELTA, MODE))
+    decide = (*KEYS, USE_VLLM, *own, *(OF_KL if masks else ()), *(() if masks or weighs else (LOSS,)))
     refuse_open({key: value for key, value in given.items() if key in decide}, {})
     if not set(given) & set(KEYS) and not own:
         source.prove_nothing()

@@ -58,7 +58,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     table, loss = _loss(tree)
     if not behind and not ({"loss", "trainer", "orchestrator", "inference"} & tree.keys()):
         raise ConfigError(f"nothing to translate: no table [{'] or ['.join(TABLES)}] in it, and no [trainer]")
-    won = settings_behind(behind, f"{TABLES[0]}.KEY=VALUE, KEY one of {', '.join(KEYS)}", _is_read)
+    expected = f"{TABLES[0]}.KEY=VALUE, KEY one of {', '.join(KEYS)}"
+    won = settings_behind(behind, expected, lambda path: path.rpartition(".")[0] in ("", *TABLES))
     loss |= {path.rpartition(".")[2]: value for path, value in won}
     kind = choice(loss.get("type", "default"), f"{table}.type", tuple(DEFAULTS))
     _check_keys(loss, table, kind)
@@ -133,10 +134,6 @@ def _loss(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             raise ConfigError(f"{name}: got {shown(table)}; expected a table [{name}]")
         return name, {key: None if value == "None" else value for key, value in table.items()}
     return TABLES[0], {}
-
-
-def _is_read(path: str) -> bool:
-    return path.rpartition(".")[0] in ("", *TABLES)
 
 
 def _check_keys(loss: Mapping[str, Any], table: str, kind: str) -> None:

@@ -190,8 +190,9 @@ def flag_of(name: str) -> str:
 
 
 def whole(key: str, names: Iterable[str]) -> list[str]:
-    """The names that a flag may be short for, as argparse takes it; one or two letters begin too many."""
-    return [name for name in names if len(key) > 2 and name.startswith(key)]
+    """The names that a flag may be short for, as argparse takes it; two letters of one name alone, of one word."""
+    may = [name for name in names if name.startswith(key)]
+    return may if len(key) > 2 or len(key) == 2 and len(may) == 1 and "_" not in may[0] else []
 
 
 def check_keys(
@@ -202,9 +203,13 @@ def check_keys(
     families: tuple[str, ...],
     free: Collection[str],
 ) -> None:
-    """Refuse a key of a family that is not the package's own, and a flag short for another, but for `free`."""
+    """Refuse a key of a family that is not the package's own, and a flag short for another.
+
+    A key of `free` may be short for another, and of a family where it shares no third word with a key of `own`.
+    """
     for key in keys:
-        if key.startswith(families) and key not in own:
+        is_near = key not in free or any(len({*key.split("_")} & {*name.split("_")}) > 2 for name in own)
+        if key.startswith(families) and key not in own and is_near:
             raise ConfigError(f"{cut(key)}: no key of {package}'s; known are {', '.join(own)}")
         if (may := whole(key, read)) and key not in (*read, *free):
             raise ConfigError(f"{key}: short for {may[0]} where no other flag of the script begins so; write it out")

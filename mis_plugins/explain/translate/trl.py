@@ -103,7 +103,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     source = _said(text, set(won), asked)
     keys = {**source.settings, **won}
     check_keys("TRL", keys, FLAGS, KEYS, FAMILIES, source.tree)  # a yaml may hold any key
-    given = {key: _nothing(keys[key]) for key in READ if key in keys}
+    nothing = ("none", "null")  # to TRL's parser
+    given = {key: None if str(keys[key]).lower() in nothing else keys[key] for key in READ if key in keys}
     if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, GMPO):
         source.prove_nothing()
         raise ConfigError(
@@ -314,11 +315,6 @@ def _literal(node: ast.expr, source: str) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError):
         return Open(source)
-
-
-def _nothing(value: Any) -> Any:
-    """None for the words that TRL's parser takes for it."""
-    return None if isinstance(value, str) and value.lower() in ("none", "null") else value
 
 
 def _switched_off(setting: str) -> str:

@@ -13,18 +13,8 @@ from typing import Any
 from mis_plugins.config.reading import convert, number, suggest
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate import verl_presets
-from mis_plugins.explain.translate.script import (
-    ASKED,
-    Asked,
-    Dialect,
-    Said,
-    Value,
-    no_values,
-    overrides,
-    setting_of,
-    tree_or_script,
-)
+from mis_plugins.explain.translate import script, verl_presets
+from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, Value, tree_or_script
 from mis_plugins.explain.translate.translation import (
     OVER_RESPONSES,
     OVER_TOKENS,
@@ -51,7 +41,8 @@ TAUS = ("tau_pos", "tau_neg")
 KNOWN = (*KEYS, LOSS_MODE, *WIDTHS, *TAUS)
 IN_LOSS = f"{ACTOR}.policy_loss.rollout_correction"
 MODE_PATH, AGGREGATED = f"{ACTOR}.policy_loss.{LOSS_MODE}", f"{ACTOR}.loss_agg_mode"
-LOG_PROBS, USE_V1 = "actor_rollout_ref.rollout.calculate_log_probs", "trainer.use_v1"
+LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+USE_V1, LEGACY = "trainer.use_v1", "trainer.use_legacy_worker_impl"  # the second of verl before 0.9.0
 KL = tuple(f"{ACTOR}.{key}" for key in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
 KL_TYPES = {"kl": "k1", "mse": "k2", "k3": "low_var_kl"} | {name: name for name in ("k1", "k2", "low_var_kl")}
 UNSERVED = {
@@ -74,7 +65,7 @@ OWN_PARTS = (*OWN, *OWN_ASYNC, "rollout_correction", "rollout", "distillation", 
              "torchtitan_actor")  # fmt: skip
 TEACHER = "distillation"  # whose loss has a `loss_mode` of its own
 DISTILLS, OF_TEACHER = f"{TEACHER}.enabled", f"{TEACHER}.distillation_loss"
-BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1, ASYNC, DISTILLS, f"{OF_TEACHER}.{LOSS_MODE}",
+BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1, LEGACY, ASYNC, DISTILLS, f"{OF_TEACHER}.{LOSS_MODE}",
              f"{OF_TEACHER}.use_policy_gradient", *KL, *UNSERVED)  # fmt: skip
 """Settings outside of the correction that a note is about."""
 SHORT = {key: path for path, key in PATHS.items()} | {"rollout_correction": SECTION, "actor": ACTOR}
@@ -261,15 +252,15 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
         return Said(_of_section(text))
     source = tree_or_script(text, DIALECT, behind, asked)
     tree = {key: value for key, value in source.tree.items() if key not in ("hydra", "defaults")}
-    of_yaml, script = _once(_flat(tree, is_whole=not WHOLE.isdisjoint(tree))), _of_script(source.settings)
-    is_by_default = script.get(ASYNC) or any(name in str(source.tree.get("defaults")) for name in OWN_ASYNC)
+    of_yaml, own = _once(_flat(tree, is_whole=not WHOLE.isdisjoint(tree))), _of_script(source.settings)
+    is_by_default = own.get(ASYNC) or any(name in str(source.tree.get("defaults")) for name in OWN_ASYNC)
     if is_by_default or "async_training" in tree:
         of_yaml = {ASYNC: True} | ({BYPASS: True} if is_by_default else {}) | of_yaml
-    elif ASYNC in script and not tree and BYPASS not in script:
+    elif ASYNC in own and not tree and BYPASS not in own:
         of_yaml = {BYPASS: Open("a yaml that is not here")}
     seen = {part for path in of_yaml for part in path.split(".")}
     strays = [place for place in places(tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
-    return replace(source, settings={**of_yaml, **script}).beside(strays)
+    return replace(source, settings={**of_yaml, **own}).beside(strays)
 
 
 def _once(settings: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -344,12 +335,12 @@ def _settings(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
     """The overrides of a command, and whether an async trainer begins with its own yaml."""
     if len(words) > 1 and _own(words) != OWN:
         yield ASYNC, Word("false" if _file(words) else "true", ASYNC)
-    yield from overrides(words)
+    yield from script.overrides(words)
 
 
 def _own(words: Sequence[Word]) -> tuple[str, ...]:
     """Names of verl's own yamls for the trainer of a command; the first is read where the command names none."""
-    modules = [word.text for word in no_values(words) if "=" not in word.text]
+    modules = [word.text for word in script.no_values(words) if "=" not in word.text]
     names = [name for part, name in MAINS.items() if any(part in module for module in modules)]
     return tuple(f"{names[0]}_{own}" for own in OWN) if names else OWN
 
@@ -357,17 +348,13 @@ def _own(words: Sequence[Word]) -> tuple[str, ...]:
 def _starts(word: str) -> bool:
     """Whether a word tells that its command starts a training: its module, or an override that only a trainer has."""
     is_override = word.lstrip("+~").startswith(("algorithm.", "actor_rollout_ref."))
-    return "=" in word and is_override or word.partition("=")[0] in OF_FILE or _module(word) in TRAINERS
-
-
-def _module(word: str) -> str:
-    """The last name of a module, `verl.trainer.main_ppo`, or of a file, `recipe/dapo/main_dapo.py`."""
-    return word.removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    name = word.removesuffix(".py").replace("/", ".").rpartition(".")[2]  # the last of a module, or of its file
+    return "=" in word and is_override or word.partition("=")[0] in OF_FILE or name in TRAINERS
 
 
 def _file(words: Sequence[Word]) -> Word | None:
     """The yaml that Hydra reads: a name in a folder, or a name alone in the folder of verl's own."""
-    folder, name = setting_of(words, *OF_FOLDER), setting_of(words, *OF_NAME)
+    folder, name = (script.setting_of(words, *flags) for flags in (OF_FOLDER, OF_NAME))
     if folder is None and name is None:
         return None
     own = _own(words)
@@ -483,7 +470,7 @@ def _kl(uses: Any, coefficient: Any, kind: Any) -> Iterator[str]:
 
 def _is_v1(settings: Mapping[str, Any]) -> bool:
     """Whether verl's trainer since 0.9.0 runs, which hands no loss weights or rules in bypass by itself."""
-    return bool(settings.get(USE_V1, True)) and ASYNC not in settings
+    return bool(settings.get(USE_V1, LEGACY not in settings)) and ASYNC not in settings
 
 
 def _replaces_loss(settings: Mapping[str, Any]) -> bool:
@@ -553,12 +540,16 @@ def _denominator(draft: Draft) -> None:
     overs = {rule["over"] for rule in draft.mis.get("reject") or ()}
     loss, mode = draft.given.get(LOSS_MODE), draft.settings.get(AGGREGATED) or "token-mean"
     by_response = loss in BY_RESPONSE or mode == "seq-mean-token-mean"
-    counts_left = mode == "token-mean" and not _is_v1(draft.settings) and not draft.is_on("bypass_mode")
+    by_micro_batch = draft.settings.get(LEGACY, "disable") != "disable"  # whose own mask is all that it counts by
+    in_trainer = not _is_v1(draft.settings) and not draft.is_on("bypass_mode")
+    counts_left = mode == "token-mean" and (by_micro_batch or in_trainer)
     if "token" in overs and (by_response or counts_left):
         draft.mis["denominator"] = "kept"
         draft.notes += [TOKENS_LEFT, *([GEOMETRIC_RULES] if loss == "geo_mean" else [])]
     elif overs and not by_response and mode == "token-mean":
         draft.notes.append(SEQUENCES_LEFT if counts_left else ALL_VALID)
+    if overs and by_micro_batch and loss != "geo_mean" and (by_response or mode != "token-mean"):
+        draft.notes.append(SEQUENCES_LEFT)
 
 
 def _ratio_rule(spec: Any) -> dict[str, float]:
