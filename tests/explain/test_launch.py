@@ -190,6 +190,10 @@ TOLD = [
     (MIS, f"import os\na = '{FULL}'\nwhile NOW():\n  os.system('python3 train.py ' + a)\n  a = ''", (), 1, "no diff: "),
     *((MIS, f"f() {{ python3 train.py --lr 1; }}\n{line}\npython3 train.py {FULL}", (), 0, "may start train.py too")
       for line in ("trap f EXIT", "export -f f; parallel f ::: 1 2", "g_$X", "f_$X || true")),
+    *((MIS, script.format(f"python3 train.py {FULL}"), (), 0, "vime (line 1)\n", NONE) for script in (
+        "start() {{ ray start; {}; }}\nray start --head; start",  # a word of another program, and no function
+        "f() {{ {}; }}; g() {{ f() {{ :; }}; echo > mis.yaml; exit; }}\ntrap g EXIT\nf",  # which is tried alone
+        "until {}; do sleep 1; done")),
     (MIS, f"python3 train.py -- {FULL}", (), 1, "the host takes nothing behind -- for a flag"),
     (MIS, f"python3 train.py --train-backend fsdp {FULL}", ("--host", "miles"), 1, "the script trains with fsdp"),
     (MIS, f"python3 train.py {FULL}", ("--host", "torchtitan"), 0, "the script trains with megatron, by default"),
