@@ -158,7 +158,7 @@ class Facts:
             return False
         apart, within, _ = _beyond_the_others((masses / counts).log(), heavy)
         longer, _, error = _beyond_the_others(counts.log(), heavy)
-        return apart > max(math.log(SPLIT), SPLIT * within) and abs(longer) < STANDARD_ERRORS * error
+        return apart > max(math.log(SPLIT), SPLIT * within) and abs(longer) <= STANDARD_ERRORS * error
 
     @property
     def heavy_share(self) -> float:
