@@ -223,6 +223,8 @@ def test_miles_kl_of_0_measures_nothing(tmp_path: Path) -> None:
     assert not judged(tmp_path, rows_of([0.0] * 9, name="train/train_rollout_kl"))["measured"]
     beside = [row | {"train/train_rollout_kl": 0.0} for row in rows_of([1e-3] * 9, name="train/mis_k3_kl")]
     assert "kl_k3 is 0.001" in judged(tmp_path, beside)["parts"]["How large"]
+    broken = rows_of([*[0.0] * 6, *[1e-3] * 3], name="train/train_rollout_kl")  # of a run that was on policy
+    assert judged(tmp_path, broken)["headline"].startswith("Since when: kl_k3 rose from 0 to 0.001 at step 6")
 
 
 CALM_LOGS = {
