@@ -194,6 +194,7 @@ TOLD = [
         "start() {{ ray start; {}; }}\nray start --head; start",  # a word of another program, and no function
         "f() {{ {}; }}; g() {{ f() {{ :; }}; echo > mis.yaml; exit; }}\ntrap g EXIT\nf",  # which is tried alone
         "until {}; do sleep 1; done")),
+    (MIS, f"i=0\nwhile next; do python3 train.py {FULL} --lr $i; i=$((i+1)); done", (), 0, "holds: while next\n", NONE),
     (MIS, f"python3 train.py -- {FULL}", (), 1, "the host takes nothing behind -- for a flag"),
     (MIS, f"python3 train.py --train-backend fsdp {FULL}", ("--host", "miles"), 1, "the script trains with fsdp"),
     (MIS, f"python3 train.py {FULL}", ("--host", "torchtitan"), 0, "the script trains with megatron, by default"),
