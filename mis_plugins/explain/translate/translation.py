@@ -102,9 +102,8 @@ class _OfCommand(_Loader):
 
     def scalar(self, node: yaml.ScalarNode) -> Any:
         is_number = node.style is None and NUMBER.fullmatch(node.value)
-        if is_number and "_" in node.value:
-            return Unquoted(node.value)
-        return self.number(node) if is_number and not node.tag.endswith("str") else node.value
+        is_read = is_number and ("_" in node.value or not node.tag.endswith("str"))
+        return self.number(node) if is_read else node.value
 
 
 for kind in ("int", "float"):

@@ -30,9 +30,7 @@ STEPS_OF_HOSTS = (
     "train/global_step", "global_step/max_steps",
 )  # fmt: skip
 # What other packages call our metrics: by package, ours beside a name of theirs.
-PEERS: dict[str, dict[str, str]] = yaml.safe_load(
-    Path(__file__).parents[1].joinpath("peer_names.yaml").read_text("utf-8")
-)
+PEERS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).parents[1].joinpath("peer_names.yaml").read_bytes())
 OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items()} | {
     "k3_kl": "kl_k3", "mis_kept_fraction": "kept_fraction", "mis_ess_mb": "ess",  # of our own hooks
 }  # fmt: skip
