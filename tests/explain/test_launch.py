@@ -371,6 +371,8 @@ def test_a_warning_is_told_once(tmp_path: Path, capsys, monkeypatch) -> None:
     script = f"python3 train.py{needed} {STEP} --custom-config-path mis.yaml"
     output = check(capsys, tmp_path, "run.sh", script, "--host", "miles")[1]
     assert output.count("warning: mis.segment_wise on Miles") == 1
+    rounds = f"i=0\nwhile next; do\n{script} --lr $i\ni=$((i + 1))\ndone"
+    assert check(capsys, tmp_path, "run.sh", rounds, "--host", "miles")[1].count("starts: ") == 1
 
 
 @pytest.mark.parametrize("name", ["run.sh", "a b.slurm", "in/run.sh", "../here/run.sh", "/run.sh", "link.sh"])

@@ -59,7 +59,7 @@ def check(target: str, given: Sequence[str], host: Host | None, preset: str | No
         return list(zip(starts, judgements, strict=True)), reading
 
     starts, reading = judged(script)
-    parts = ["\n".join(_told(launch, judgement, tell)) for launch, judgement in starts]
+    parts = [*dict.fromkeys("\n".join(_told(*start, tell)) for start in starts)]  # rounds of a loop may be alike
     parts += _notes(reading)
     if any(judgement.unsure for _, judgement in starts):
         parts.append("nothing is proposed as long as that is unsure; behind -- stands what you start the script with")
