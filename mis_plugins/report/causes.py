@@ -49,10 +49,8 @@ LEAST_SHARE = 0.06  # of the mismatch; a sign that low precision brings about to
 EVEN, LEVEL = {"tokens": 0.06, "responses": 0.6}, 0.25  # half of what the engines of the ladder show, and less
 SPLIT = 4  # fewest responses, factor and deviations between two sizes of mismatch; recorded engines reach 2 and 3
 ALIKE = 0.8  # share of the responses over which the mismatch is spread; recorded engines show 0.83 and more
-LOCAL, PART = (
-    {"placeholder", "changed-response", "end-token", "template", "stale-weights", "jump", "rise", "route"},
-    0.2,
-)
+LOCAL = {"placeholder", "changed-response", "end-token", "template", "stale-weights", "jump", "rise", "route"}
+PART = 0.2
 OF_PLACES = {"placeholder", "different-tokens", "changed-response", "end-token", "template", "route", "stale-weights"}
 OF_ALL = ("swapped", "unit", "raw-log-probs", "temperature", "top-p")  # act on all tokens alike
 ROUNDING = 1e-4  # of the logarithm of a factor between two lists, which a file may hold in half precision
@@ -158,7 +156,7 @@ class Facts:
             return False
         apart, within, _ = _beyond_the_others((masses / counts).log(), heavy)
         longer, _, error = _beyond_the_others(counts.log(), heavy)
-        return apart > max(math.log(SPLIT), SPLIT * within) and abs(longer) < STANDARD_ERRORS * error
+        return apart > max(math.log(SPLIT), SPLIT * within) and abs(longer) <= STANDARD_ERRORS * error
 
     @property
     def heavy_share(self) -> float:
@@ -354,11 +352,9 @@ def _precision(
     if not (part or (even and judged)) or rest <= 0.5 or rest * kl_k3 <= LIMITS[FIRST].high:
         return None
     beside = ", and so may another setting of sampling" if {"temperature", "top-p"} & {*showing} or not judged else ""
-    where, reach, share = (
-        (facts.where, "in each of the responses", facts.heavy_share) if part else ("", "everywhere", 1.0)
-    )
+    at, share = ("in each of the responses", facts.heavy_share) if part else ("everywhere", 1.0)
     kept = {"kl_k3": kl_k3, "rest": rest, "share_of_all": rest * share}
-    return kept | {"beside": beside, "where": where, "reach": reach}
+    return kept | {"beside": beside, "where": facts.where if part else "", "reach": at}
 
 
 def _seen(facts: Facts) -> tuple[dict[str, Numbers], dict[str, float], set[str]]:

@@ -183,9 +183,7 @@ def print_summary(document: Document) -> None:
         print(printable(line))
     if lost := document.problems.first(SHOWN_PROBLEMS):
         print()
-        print_table(
-            ["not read", "place", "reason"], [(problem.file, problem.place, problem.reason) for problem in lost]
-        )
+        print_table(["not read", "place", "reason"], [(x.file, x.place, x.reason) for x in lost])
     if document.report is not None:
         whole = document.report.whole
         print()

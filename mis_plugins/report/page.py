@@ -151,9 +151,7 @@ def _counted(count: float, noun: str, more: str = "") -> str:
 
 def _code(text: str) -> Markup:
     """Text with `code` in backticks."""
-    parts = (
-        Markup("<code>{}</code>" if place % 2 else "{}").format(part) for place, part in enumerate(text.split("`"))
-    )
+    parts = (Markup("<code>{}</code>" if i % 2 else "{}").format(part) for i, part in enumerate(text.split("`")))
     return Markup("").join(parts)
 
 

@@ -61,9 +61,7 @@ def _of_report(report: Report) -> dict[str, Any]:
         **{name: getattr(report, name) for name in OF_REPORT},
         "steps": [{"step": step, **values} for step, values in report.steps.items()],
         "changes": [{**asdict(change), "factor": change.factor} for change in report.changes],
-        "causes": [
-            asdict(finding) | {name: getattr(finding.cause, name) for name in words} for finding in report.findings
-        ],
+        "causes": [asdict(x) | {name: getattr(x.cause, name) for name in words} for x in report.findings],
         "alarms": [dict(zip(("step", "name", "message"), alarm, strict=True)) for alarm in report.alarms],
         "configs": report.outcomes,
     }

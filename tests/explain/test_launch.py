@@ -190,6 +190,11 @@ TOLD = [
     (MIS, f"import os\na = '{FULL}'\nwhile NOW():\n  os.system('python3 train.py ' + a)\n  a = ''", (), 1, "no diff: "),
     *((MIS, f"f() {{ python3 train.py --lr 1; }}\n{line}\npython3 train.py {FULL}", (), 0, "may start train.py too")
       for line in ("trap f EXIT", "export -f f; parallel f ::: 1 2", "g_$X", "f_$X || true")),
+    *((MIS, script.format(f"python3 train.py {FULL}"), (), 0, "vime (line 1)\n", NONE) for script in (
+        "start() {{ ray start; {}; }}\nray start --head; start",  # a word of another program, and no function
+        "f() {{ {}; }}; g() {{ f() {{ :; }}; echo > mis.yaml; exit; }}\ntrap g EXIT\nf",  # which is tried alone
+        "until {}; do sleep 1; done")),
+    (MIS, f"i=0\nwhile next; do python3 train.py {FULL} --lr $i; i=$((i+1)); done", (), 0, "holds: while next\n", NONE),
     (MIS, f"python3 train.py -- {FULL}", (), 1, "the host takes nothing behind -- for a flag"),
     (MIS, f"python3 train.py --train-backend fsdp {FULL}", ("--host", "miles"), 1, "the script trains with fsdp"),
     (MIS, f"python3 train.py {FULL}", ("--host", "torchtitan"), 0, "the script trains with megatron, by default"),
@@ -366,6 +371,8 @@ def test_a_warning_is_told_once(tmp_path: Path, capsys, monkeypatch) -> None:
     script = f"python3 train.py{needed} {STEP} --custom-config-path mis.yaml"
     output = check(capsys, tmp_path, "run.sh", script, "--host", "miles")[1]
     assert output.count("warning: mis.segment_wise on Miles") == 1
+    rounds = f"i=0\nwhile next; do\n{script} --lr $i\ni=$((i + 1))\ndone"
+    assert check(capsys, tmp_path, "run.sh", rounds, "--host", "miles")[1].count("starts: ") == 1
 
 
 @pytest.mark.parametrize("name", ["run.sh", "a b.slurm", "in/run.sh", "../here/run.sh", "/run.sh", "link.sh"])

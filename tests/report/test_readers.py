@@ -198,7 +198,11 @@ def test_a_dump_is_known_by_what_it_holds_and_not_by_its_name(tmp_path: Path, na
     write_miles(tmp_path, some_records())
     for file in tmp_path.glob("**/*.pt"):
         file.rename(file.with_name(name.format(file.stem)))
-    assert len(read(tmp_path)[0]) == 3
+    shard = next(tmp_path.glob("train_data/*")).read_bytes()
+    (tmp_path / "__0_0.distcp").write_bytes(shard + shard)  # of a distributed checkpoint: one archive after another
+    (tmp_path / "a.jsonl").write_text('{"prompt": "/data.pkl", "behavior_log_probs": [0], "proximal_log_probs": [0]}')
+    records, problems = read(tmp_path)
+    assert len(records) == 4 and not problems
 
 
 def test_shards_with_the_same_indices_stay_apart(tmp_path: Path) -> None:

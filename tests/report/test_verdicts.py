@@ -223,6 +223,8 @@ def test_miles_kl_of_0_measures_nothing(tmp_path: Path) -> None:
     assert not judged(tmp_path, rows_of([0.0] * 9, name="train/train_rollout_kl"))["measured"]
     beside = [row | {"train/train_rollout_kl": 0.0} for row in rows_of([1e-3] * 9, name="train/mis_k3_kl")]
     assert "kl_k3 is 0.001" in judged(tmp_path, beside)["parts"]["How large"]
+    broken = rows_of([*[0.0] * 6, *[1e-3] * 3], name="train/train_rollout_kl")  # of a run that was on policy
+    assert judged(tmp_path, broken)["headline"].startswith("Since when: kl_k3 rose from 0 to 0.001 at step 6")
 
 
 CALM_LOGS = {
@@ -1149,6 +1151,9 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "a mismatch from position 60 on": (in_one_place, []),
     "a mismatch of every eighth response": (lambda: in_part(BF16, INT5), ["precision"]),
     "one engine of sixteen, which leaves kl_k3 below its limit": (lambda: in_part(BF16, INT6, 16), ["precision"]),
+    "one engine of sixteen, whose responses are all cut at one length": (
+        lambda: in_part(*([one for one in rows if one.size == 128] for rows in (BF16, INT6)), 16), ["precision"]
+    ),
 }  # fmt: skip
 
 

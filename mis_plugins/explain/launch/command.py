@@ -59,7 +59,7 @@ def check(target: str, given: Sequence[str], host: Host | None, preset: str | No
         return list(zip(starts, judgements, strict=True)), reading
 
     starts, reading = judged(script)
-    parts = ["\n".join(_told(launch, judgement, tell)) for launch, judgement in starts]
+    parts = [*dict.fromkeys("\n".join(_told(*start, tell)) for start in starts)]  # rounds of a loop may be alike
     parts += _notes(reading)
     if any(judgement.unsure for _, judgement in starts):
         parts.append("nothing is proposed as long as that is unsure; behind -- stands what you start the script with")
@@ -85,7 +85,9 @@ def _read(script: str, path: Path, given: Sequence[str]) -> tuple[list[Launch], 
             f"no start of train.py or train_async.py could be read{reading.ended}; give the script that starts it, "
             f"and behind -- what you start the script with{unread}"
         )
-    return list({(launch.line, launch.words): launch for launch in starts}.values()), reading
+    sure_last = sorted(starts, key=lambda launch: launch.branch is None)
+    each_once = {(launch.line, launch.words): launch for launch in sure_last}.values()
+    return sorted(each_once, key=starts.index), reading
 
 
 def _told(launch: Launch, judgement: Judgement, tell: Tell) -> Iterator[str]:

@@ -281,13 +281,11 @@ def _chosen(starts: Sequence[Start], dialect: Dialect, behind: set[str], line: i
     own = {start: (_merged(start, dialect, behind), file) for start, file in zip(asked, files, strict=True)}
     if asked and all(settings == own[asked[0]] for settings in own.values()):
         return asked[0]
-    starts_in_words = "; ".join(
-        f"line {_lines(each)}{_branch(each.branch)}: {_listed(each, dialect)}" for each in starts
-    )
+    in_words = "; ".join(f"line {_lines(each)}{_branch(each.branch)}: {_listed(each, dialect)}" for each in starts)
     by_line = "choose one by --line N, " if len({start.lines for start in starts}) == len(starts) else ""
     raise ConfigError(
         f"{len(starts)} starts of {dialect.name} with different settings; {by_line}start the script as you do, behind "
-        f"--, or put the values that count behind the file: {starts_in_words}"
+        f"--, or put the values that count behind the file: {in_words}"
     )
 
 

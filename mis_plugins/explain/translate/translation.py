@@ -28,6 +28,7 @@ NO_TRUNCATED = (False, "drops truncated responses from the loss; nothing here do
 """What masks the loss and nothing here reads: the framework's default, and what another value does."""
 WIDTH = 0.2  # of PPO's clip, in every framework and in the hosts
 NUMBER = re.compile(r"[-+]?(?!0\d)(\d[\d_]*)?\.?(\d[\d_]*)?(e[-+]?\d[\d_]*)?", re.IGNORECASE)
+OF_YAML = re.compile(r"""[!&*|>]|[^'"\[{].*\s#""", re.DOTALL)  # a tag, an anchor, a block or a comment, to YAML alone
 HELD = re.compile(r"""'[^']*'|"[^"]*"|\$\{[^}]*\}|\\.""")  # what hides a comma from Hydra
 ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")  # what a backslash takes for a letter in Hydra's text without quotes
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # of Hugging Face's parser
@@ -101,9 +102,8 @@ class _OfCommand(_Loader):
 
     def scalar(self, node: yaml.ScalarNode) -> Any:
         is_number = node.style is None and NUMBER.fullmatch(node.value)
-        if is_number and "_" in node.value:
-            return Unquoted(node.value)
-        return self.number(node) if is_number and not node.tag.endswith("str") else node.value
+        is_read = is_number and ("_" in node.value or not node.tag.endswith("str"))
+        return self.number(node) if is_read else node.value
 
 
 for kind in ("int", "float"):
@@ -118,8 +118,8 @@ def load(text: str, loader: type[StrictLoader] = _Loader) -> Any:
 
 
 def of_command(text: str) -> Any:
-    """A value of a command line, read as YAML; a number to YAML alone (010, 0x10) stays text."""
-    return load(text, _OfCommand)
+    """A value of a command line, read as YAML; a number to YAML alone (010, 0x10) or a value with `#` stays text."""
+    return text if OF_YAML.match(text) else load(text, _OfCommand)
 
 
 def of_hydra(text: str) -> Any:

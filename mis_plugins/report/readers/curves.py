@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from mis_plugins.explain.limits import LIMITS, Limits
+from mis_plugins.explain.limits import FIRST, LIMITS, Limits
 from mis_plugins.metrics.alarms import PREFIX
 from mis_plugins.report.readers.files import Curve, Problems, objects, parsed, size_of
 from mis_plugins.report.record import LONGEST_WORD, printed, step_of
@@ -30,13 +30,11 @@ STEPS_OF_HOSTS = (
     "train/global_step", "global_step/max_steps",
 )  # fmt: skip
 # What other packages call our metrics: by package, ours beside a name of theirs.
-PEERS: dict[str, dict[str, str]] = yaml.safe_load(
-    Path(__file__).parents[1].joinpath("peer_names.yaml").read_text("utf-8")
-)
+PEERS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).parents[1].joinpath("peer_names.yaml").read_bytes())
 OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items()} | {
     "k3_kl": "kl_k3", "mis_kept_fraction": "kept_fraction", "mis_ess_mb": "ess",  # of our own hooks
 }  # fmt: skip
-IN_BYPASS = ("train_rollout_kl",)  # Miles's, 0 with --use-rollout-logprobs whatever the mismatch
+IN_BYPASS = "train_rollout_kl"  # Miles's kl_k3, at each step 0 with --use-rollout-logprobs whatever the mismatch
 IN_FRONT = re.compile("^(train|actor|policy)/(loss_metrics/)?")  # what packages put before a name of theirs
 BLOCK, HEADER = 32_768, 7  # of wandb's log, which has the layout of LevelDB's
 FIXED = {1: 8, 5: 4}  # bytes of a protobuf field of a fixed size
@@ -52,6 +50,10 @@ def our_name(name: str) -> str:
     return OURS.get(bare) or OURS.get(IN_FRONT.sub("", bare)) or bare
 
 
+def _is_of_bypass(name: str) -> bool:
+    return name.endswith(IN_BYPASS) and our_name(name) == FIRST
+
+
 def curve(paths: Sequence[Path], kind: str, problems: Problems) -> Curve:
     """The numbers of one run's files by step; where the end of a file is damaged, those before it."""
     points = Points()
@@ -59,7 +61,7 @@ def curve(paths: Sequence[Path], kind: str, problems: Problems) -> Curve:
         if problems.read(lambda path=path: _add_rows(points, path, kind, problems), path) is None:
             problems.torn[str(path)] = None
     more = f" and {len(paths) - 1} more" if paths[1:] else ""
-    return Curve(f"{paths[0]}{more}", {step: points.kept[step] for step in sorted(points.kept)}, points.replaced)
+    return Curve(f"{paths[0]}{more}", {step: points.at(step) for step in sorted(points.kept)}, points.replaced)
 
 
 @dataclass
@@ -70,16 +72,23 @@ class Points:
     replaced: as of a `Curve`.
     logged: of each step the names in the file of the numbers in `kept` that have a limit.
     order: the steps of `logged`, sorted.
+    is_measured: whether `IN_BYPASS` is ever another number than 0.
     """
 
     kept: dict[int, dict[str, float]] = field(default_factory=dict)
     replaced: list[Row] = field(default_factory=list)
     logged: dict[int, set[str]] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
+    is_measured: bool = False
+
+    def at(self, step: int) -> dict[str, float]:
+        is_zero = self.is_measured and any(map(_is_of_bypass, self.kept[step]))
+        return {FIRST: 0.0} | self.kept[step] if is_zero else self.kept[step]
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
         """Add a row of a log. Where the log has one of its numbers already, the run starts anew from the step on."""
-        names = {name: our_name(name) if x or not name.endswith(IN_BYPASS) else name for name, x in row.items()}
+        names = {name: our_name(name) if x or not _is_of_bypass(name) else name for name, x in row.items()}
+        self.is_measured |= any(x and _is_of_bypass(name) for name, x in row.items())
         limited, kept = {name for name, ours in names.items() if ours in LIMITS}, self.kept.setdefault(step, {})
         if not limited.isdisjoint(self.logged.get(step, ())):
             self._start_anew(step)

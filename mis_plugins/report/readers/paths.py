@@ -5,6 +5,7 @@ before they are used.
 """
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def _within(folder: Path, problems: Problems) -> Iterator[Path]:
         yield from (Path(where, name) for name in files)
 
 
-BEGINNING = 512  # bytes, in which an archive names its first file
+SAVED = re.compile(rb"PK\x03\x04.{0,500}/data\.pkl", re.DOTALL)  # the beginning of what torch saves: an archive
 DATA = {".pt", ".jsonl", ".parquet"}  # the endings of files of tokens
 
 
@@ -125,9 +126,9 @@ def _is_regular(file: Path, problems: Problems) -> bool:
 
 
 def _is_saved(file: Path) -> bool:
-    """Whether torch saved a file, under whatever name that a host's flag gives it."""
+    """Whether torch saved a file, under whatever name that a host's flag gives it, as one and no checkpoint's shard."""
     with Opened(file).file as content:
-        return b"/data.pkl" in content.read(BEGINNING)
+        return file.suffix != ".distcp" and SAVED.match(content.read(512)) is not None
 
 
 NEUTRAL = {"parquet": neutral.parquet, "jsonl": neutral.jsonl}

@@ -167,16 +167,20 @@ class Commands(Builtins):
             return
         shell, _ = shell_of(words, "c")
         is_hidden = self.source == 0 and words and all(map(is_unknown, words))
-        is_hidden = is_hidden or any(self._starts(node, name) for name in sorted(names & self.functions.keys()))
+        handed = {key for key in self.functions if name == "trap" or self.variables.get(f"-x {key}")}
+        is_hidden = is_hidden or any(map(self._starts, sorted(names & handed)))
         if is_hidden or NAMES_TRAIN.search(f"{says(node)} {' '.join(given)}"):
             self.unread(node, "may start train.py too")
         elif shell in (0, *range(len(given))) and words or any(word.endswith(SCRIPTS) for word in (name, *given)):
             self.unread(node, "runs another script, which is not read")
 
-    def _starts(self, node: Node, function: str) -> bool:
-        """Whether a function of the script starts a training, as `trap` and `parallel` may call it."""
-        with self.now(variables=dict(self.variables), found=[]):
-            self.attempt(lambda: self.call(node, [literal(function)]))
+    def _starts(self, function: str) -> bool:
+        """Whether a function of the script starts a training; it is only tried, as `trap` or `parallel` may call it."""
+        functions, files, ended = dict(self.functions), dict(self.reading.files), self.reading.ended
+        body, source = functions.pop(function)  # which may hand itself on
+        with self.now(variables=dict(self.variables), functions=functions, found=[]):
+            self.attempt(lambda: self._within([], source, lambda: self.run(body)))
+            self.reading.files, self.reading.ended = files, ended
             return bool(self.found)
 
     def _exit(self, node: Node, words: list[Text]) -> None:

@@ -221,12 +221,12 @@ class Shell(Commands):
         is_such = condition is not None and says(node).startswith("while") and OF_ARGUMENTS.fullmatch(says(condition))
         if body is not None and is_such and self._over_arguments(body):
             return
-        count = len(self.found)
+        count, label = len(self.found), re.split(r";? do\b", one_line(node))[0]
         self.run_all(child for child in node.named_children if child != body)
         if body is not None:
-            self.fork(one_line(node), lambda: self.run(body), lambda: None)
+            self.fork(label, lambda: self.run(body), lambda: None)
             if len(self.found) > count:  # a start in a later round is given what the rounds before have set
-                self.fork(one_line(node), lambda: self._children(node), lambda: None)
+                self.fork(label, lambda: self._children(node), lambda: None)
             changed = [name for name, value in self.variables.items() if before.get(name) != value]
             for name in changed if grammar.ends_early(body) else {"@"}.intersection(changed):  # which rounds use up
                 is_array = isinstance(before.get(name), list) or isinstance(self.variables[name], list)

@@ -21,9 +21,7 @@ class Launcher(Imported):
     def run_everything(self, tree: ast.Module) -> None:
         """Read the file as its start would run it; where that starts no training, each command by itself."""
         for node in ast.walk(tree):
-            named = (
-                [part.name for part in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
-            )
+            named = [x.name for x in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
             self.hosts |= {(name or "").partition(".")[0] for name in named} & PACKAGES
         self.attempt(lambda: self.block(tree.body))
         if not self.found:
