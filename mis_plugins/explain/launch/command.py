@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mis_plugins.config.file import text_of
+from mis_plugins.config.file import SCRIPTS, text_of
 from mis_plugins.config.loading import read_keys
 from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain.launch import bash, python
 from mis_plugins.explain.launch.judgement import Judgement, Want, arguments, judge
-from mis_plugins.explain.launch.reader import PACKAGES, SCRIPTS, Launch, Reading
+from mis_plugins.explain.launch.reader import PACKAGES, Launch, Reading
 from mis_plugins.hosts import checks
 from mis_plugins.hosts.arguments import recorded
 from mis_plugins.hosts.host import Host

@@ -13,8 +13,7 @@ from mis_plugins.shared.budget import VALUES, Clock
 
 PACKAGES = {"miles", "slime", "vime"}  # of the hosts whose launch scripts are read
 HERE = ("$PWD", "${PWD}", "$(pwd)")  # the folder where a script is started
-SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")  # endings of what a shell reads
-UNCALLED = "may start train.py too, and no call of it is seen"
+UNCALLED = "may start train.py too, and nothing that is read here calls it"
 DEEPEST = 32  # functions, sourced files and evaluated texts within one another
 Joined = dict[tuple[int, int], tuple[Any, Any, Any]]  # of two branches: the values of either, and both in one
 Clause = tuple[str, bool | None, Callable[[], object]]  # a condition, whether it holds where that is known, the work

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Value = Word | None  # of a flag that stands alone
 LOCATED = (".sh", ".log", ".txt", ".py", ".yaml", ".yml", ".json", ".jsonl", ".md", ".out", ".err")
 ENDS_A_PATH = (b"", b" ", b"\n", b"/", b"'", b'"', b")", b";")
-FINDS = ("xargs", "find", "parallel", "sudo", "time", *HANDS_ON)  # what may run an editor on files that it finds
+FINDS = ("find", "sudo", "time", *HANDS_ON)  # what may run an editor on files that it finds
 PATTERN = re.compile(r"[*?\[]")  # of names of files
 SUBSTITUTIONS = ("command_substitution", "process_substitution")
 # The names of files in a command, but for those behind a flag, which are read.

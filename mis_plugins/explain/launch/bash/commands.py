@@ -2,18 +2,21 @@
 
 import os.path
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import dropwhile
+from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 
-from mis_plugins.config.file import text_of
+from mis_plugins.config.file import SCRIPTS, text_of
+from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.bash.builtins import DECLARES, FILLS, NAMES_TRAIN, PRINTS, Builtins, pair
 from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, Node, one_line, parsed, says
 from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LEFT, PUSHED, Value, as_words, depends
-from mis_plugins.explain.launch.reader import HERE, PACKAGES, SCRIPTS, Ended, Launch, Returned, is_train
+from mis_plugins.explain.launch.reader import HERE, PACKAGES, Ended, Launch, Returned, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, literal, shown, spaced, word_of
 
+# What some editors add, of which bash makes letters of a word; before a comment they do no harm.
+BREAKS_LINES = re.compile("\r\n|\\A\ufeff(?!#)")
 SHELLS = ("bash", "sh", "zsh", "dash")
 STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill")
 # Commands that start nothing and write no file that they name, and those that write one.
@@ -22,7 +25,8 @@ LEAVES_FILES = ("ls", "test", "chmod", "mkdir", "touch", "head", "tail", "less",
 COPIES, EDITS = ("cp", "mv", "ln", "rm", "install", "rsync", "scp", "tee"), ("sed", "yq", "perl", "wget", "curl")
 CHANGES_WORDS = {"nocasematch", "nullglob", "failglob", "expand_aliases"}
 # What gives a shell the variables that the script exports, but for some flags; of other commands that is not known.
-HANDS_ON = ("env", "exec", "nohup", "nice", "timeout", "setsid", "stdbuf", "srun")
+READS = ("xargs", "parallel")
+HANDS_ON = ("env", "exec", "nohup", "nice", "timeout", "setsid", "stdbuf", "srun", *READS)
 LETS_GO = ("-i", "-u", "--ignore", "--unset", "--export")
 # What starts a program in Python, wherever it stands before train.py.
 PYTHON = re.compile(r"(i?python|pypy)[\d.]*|torchrun|accelerate|deepspeed|uv|poetry")
@@ -53,6 +57,9 @@ class Commands(Builtins):
     is_sure_round = may_have_ended = False
 
     def run_text(self, script: str) -> None:
+        if (odd := BREAKS_LINES.search(script)) and not self.texts:
+            line = script.count("\n", 0, odd.start()) + 1
+            raise ConfigError(f"line {line}: bash takes a CR or BOM for a letter of a word; save with LF, without BOM")
         root, lost = parsed(script, self.reading.clock.is_over)
         if not self.texts and (named := BATCH_FOLDER.search(script)):
             self.variables[FOLDER] = literal(f"{named[1]}/")
@@ -79,9 +86,10 @@ class Commands(Builtins):
         elif name not in STARTS_NOTHING and name not in PRINTS:
             at, text = shell_of(words, "c")
             if text < len(words):
-                if is_unknown(words[text]):
+                given = fed(words, at)
+                if is_unknown(given[text]):
                     Builtins.unread(self, node, "its text is not known")
-                self._other_shell(words[:at], words[text], words[text + 1 :])
+                self._other_shell(given[:at], given[text], [*given[text + 1 :], *given[len(words) :]])
             else:
                 self._launch(node, words)
 
@@ -136,9 +144,7 @@ class Commands(Builtins):
         if at is None or not starts or programs[:1] and programs[0] in (*LEAVES_FILES, *COPIES, *EDITS):
             self._other(node, words)
             return
-        if readers := [hole(f"what {name} reads") for name in programs if name in ("xargs", "parallel")]:
-            mark = (re.findall(r"(?<= -I) ?(\S+)", " ".join(texts[:at])) or ["{"])[-1]  # stands for what is read
-            words = [*(hole(shown(word)) if mark in shown(word) else word for word in words), *readers]
+        words = fed(words, at)
         name, arguments = node.child_by_field_name("name"), node.children_by_field_name("argument")
         ends = [child.end_byte for child in arguments if says(child) not in ('"$@"', "$@")]
         if not ends and name is not None and not re.match(r'"?\$\{?[@*\d]', says(name)):
@@ -183,12 +189,21 @@ class Commands(Builtins):
         self.reading.ended = f": the script exits in line {self.lines(node)[0]}"
         raise Ended
 
+    def _exec(self, node: Node, words: list[Text]) -> None:
+        """A command in the shell's place, behind which nothing runs; without a command it redirects alone."""
+        self.call(node, words)
+        if words:
+            self._exit(node, words)
+
     def _end_round(self, node: Node, words: list[Text]) -> None:
         if self.is_sure_round:
             raise RoundEnded(says(node).startswith("break"))
         self.may_have_ended = True
 
     def _return(self, node: Node, words: list[Text]) -> None:
+        """End a function or a sourced file; at the top of a script `return` fails, and bash goes on."""
+        if not self.depth:
+            return
         raise Returned(dict(self.variables))
 
     def _source(self, node: Node, words: list[Text]) -> None:
@@ -270,11 +285,11 @@ class Commands(Builtins):
         return script
 
 
-OF_BASH = ("source", "eval", "exit", "return", "trap", "cd", "pushd", "popd", "set", "shift", "shopt")
+OF_BASH = ("source", "eval", "exec", "exit", "return", "trap", "cd", "pushd", "popd", "set", "shift", "shopt")
 COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {
     **{name: getattr(Commands, f"_{name}") for name in OF_BASH},
     ".": Commands._source,
-    **dict.fromkeys(("exec", "time"), lambda shell, node, words: shell.call(node, words)),
+    "time": lambda shell, node, words: shell.call(node, words),
     **dict.fromkeys(ENDS_ROUND, Commands._end_round),
     **dict.fromkeys(("command", "builtin"), Commands._past_functions),
 }
@@ -286,8 +301,37 @@ def is_unknown(word: Text) -> bool:
 
 
 def shell_of(words: Sequence[Text], switch: str) -> tuple[int, int]:
-    """Where a shell stands among words, and what follows its switch, as `bash -c TEXT`; the end is nowhere."""
-    programs = [word_of(word).text.rpartition("/")[2] for word in words]
-    at = next((place for place, program in enumerate(programs) if program in SHELLS), len(programs))
-    switches = (i for i, program in enumerate(programs[at:], at + 1) if re.fullmatch(f"-[A-Za-z]*{switch}", program))
-    return at, next(switches, len(programs))
+    """Where a shell stands among words, and what follows its switch, as `bash -c TEXT`; the end is nowhere.
+
+    Behind the file that a shell runs no switch is the shell's, as in `bash FILE -c TEXT`; Docker's `--entrypoint bash`
+    stands before others.
+    """
+    texts = [word_of(word).text for word in words]
+    at = next((i for i, text in enumerate(texts) if text.rpartition("/")[2] in SHELLS), len(texts))
+    is_entry = any("--entrypoint" in text for text in texts[: at + 1])
+    pairs = enumerate(pairwise(texts[at:]), at + 2)
+    own = takewhile(lambda pair: is_entry or pair[1][1][:1] in ("-", "+", HOLE) or pair[1][0][-1:] in "oO", pairs)
+    return at, next((i for i, (_, text) in own if re.fullmatch(f"-[A-Za-z]*{switch}", text)), len(texts))
+
+
+def fed(words: Sequence[Text], count: int) -> list[Text]:
+    """The words of a command that one of the first `count` starts, with what `xargs` and the like read for it."""
+    before = [word_of(word).text for word in words[:count]]
+    programs = [word.rpartition("/")[2] for word in before]
+    readers = [hole(f"what {name} reads") for name in programs if name in READS]
+    if not readers and "find" not in programs:
+        return [*words]
+    named = re.findall(r"(?<= -I) ?(\S+)", " ".join(before))
+    mark = re.escape(named[-1]) if named else r"(?<!\$)\{[^{}\s]*\}"
+    own = takewhile(lambda word: readers or known(word) not in (";", "+"), words)
+    whole = ((replace(word[0], text=known(word)),) if known(word) else word for word in own)
+    return [*(tuple(part for piece in word for part in _marked(piece, mark)) for word in whole), *readers]
+
+
+def _marked(piece: Piece, mark: str) -> Iterator[Piece]:
+    """A part of a word, with a part that is not known wherever the mark stands."""
+    parts = re.split(f"({mark})", piece.text) if piece.text else []
+    if not parts[1:]:
+        yield piece
+    for place, part in enumerate(parts[1:] and parts):
+        yield from hole(part, piece.lines) if place % 2 else [replace(piece, text=part, span=None)]

@@ -182,11 +182,14 @@ def succeeds(statement: Node) -> bool:
 
 def is_bare(node: Node) -> bool:
     """Whether bash cuts a part of a test into words, and drops one that is empty, as `$A` in `[ -n $A ]`."""
-    test: Node | None = node
-    while test is not None and test.type != "test_command":
-        test = test.parent
-    is_expanded = re.fullmatch("[^'\"]*[$`][^'\"]*", says(node)) is not None
-    return is_expanded and test is not None and says(test.children[0]) == "["
+    return re.fullmatch("[^'\"]*[$`][^'\"]*", says(node)) is not None and is_single(node)
+
+
+def is_single(node: Node | None) -> bool:
+    """Whether a node stands in a test with one bracket."""
+    while node is not None and node.type != "test_command":
+        node = node.parent
+    return node is not None and says(node.children[0]) == "["
 
 
 def set_within(node: Node) -> Iterator[tuple[str, Node]]:

@@ -30,7 +30,7 @@ class Functions(Expressions):
 
     def call(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any], is_sure: bool = True) -> Any:
         """The value of a call, which gives further arguments where it is not sure that those are all."""
-        self.called.add(node)
+        self.called.add(node.args)
         with self.deeper():
             frames, around = [*self.frames, self.parameters(node, given, named, is_sure)], self.enclosing.get(node, [])
             with self.now(frames=frames, returned=[], outside={}, around=around):

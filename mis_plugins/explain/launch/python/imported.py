@@ -5,6 +5,7 @@ import base64
 import os.path
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import PurePosixPath
 from typing import Any
@@ -42,6 +43,9 @@ class Imported(Functions):
         folder = self.folder_of(named.get("cwd"))
         if name == "chdir" and given:
             self.folder = folder = self.folder_of(given[0])
+        if ast.unparse(node.func) == "shlex.split" and given:  # which parts words at the ends of lines too
+            pieces = (replace(piece, text=piece.text and piece.text.replace("\n", " ")) for piece in as_text(given[0]))
+            given = [tuple(pieces), *given[1:]]
         if name in RUNS_A_FILE and given:
             given = [(*as_text(given[0]), Piece(" "), *hole("sys.argv")), *given[1:]]
         for value in (*given, *named.values()):
@@ -58,7 +62,8 @@ class Imported(Functions):
                 self.write(shown(value), self.unknown(node), adds=True)
         if name in GIVE_NOTHING:
             return ()
-        if name in ("exit", "_exit", "quit") and name_of(getattr(node.func, "value", None)) in ("", "sys", "os"):
+        owner = name_of(getattr(node.func, "value", None))
+        if name in ("exit", "_exit", "quit") and owner in ("", "sys", "os") or owner == "os" and name[:4] == "exec":
             self.reading.ended = f": with these arguments the launcher exits in line {node.lineno}"
             raise Ended
         if name in SET_ANY_NAME:
@@ -169,7 +174,7 @@ class Imported(Functions):
 
     def call_back(self, node: ast.Call, function: ast.FunctionDef) -> None:
         """Read a function that another one gets, which may call it with any arguments, unless it is read already."""
-        if function not in self.called and name_of(node.func) != "run":  # `typer.run` reads a command line
+        if function.args not in self.called and name_of(node.func) != "run":  # `typer.run` reads a command line
             self.fork(says(node), lambda: self.call(function, [], {}, is_sure=False), lambda: None)
 
     def hand_on(self, value: Any) -> None:
