@@ -218,8 +218,6 @@ INLINE = "base64:"  # prefix of a path of Miles that holds the file's content it
 def text_of(file: Path | str) -> str:
     """Read a text file; `-` is the standard input, and a path `base64:...` of Miles holds the text itself.
 
-    Lines end in LF then, but in a shell script, to which a CR is a letter.
-
     Raises:
         ConfigError: no base64, no UTF-8, or far more than a config.
         OSError: no such file.

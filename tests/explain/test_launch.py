@@ -202,6 +202,8 @@ TOLD = [
     (MIS, f"python3 train.py --train-backend fsdp {FULL}", ("--host", "miles"), 1, "the script trains with fsdp"),
     (MIS, f"python3 train.py {FULL}", ("--host", "torchtitan"), 0, "the script trains with megatron, by default"),
     (MIS, "python3 train.py --use-ti", (), 1, "(did you mean --use-tis?)"),
+    (MIS, "python3 train.py --train-backend fsdp --use-ti", (), 2, "Miles may take it for --use-tis; write it out"),
+    (MIS, f"python3 train.py --train-b fsdp {FULL}", (), 2, "(line 1): Miles may take it for --train-backend"),
     ("use_tis: true\nmis:\n", f"python3 train.py {FULL}", (), 2, "(the file says use_tis, mis)"),
     (MIS, f"python3 train.py {FULL}", ("--preset", "icepop"), 1, "icepop): --preset icepop"),
     (MIS, f"docker run a bash -lc 'python3 train.py {FULL}'", (), 0, "or in a text that it runs): a hook of this pack"),

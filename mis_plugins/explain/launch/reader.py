@@ -43,11 +43,7 @@ class Reading:
         self.clock = Clock(self.size, self.where)
 
     def spend(self, amount: int = 1) -> None:
-        """Count steps, letters and words against the budget.
-
-        Raises:
-            RecordError: the script asks for more than its budget, or takes longer.
-        """
+        """Count steps, letters and words against the budget; raises RecordError beyond it, or after too long."""
         self.spent += amount
         VALUES.check(self.spent, self.size, self.where)
         if amount > 1 or self.spent % 256 == 0:
@@ -194,11 +190,7 @@ class Reader(ABC):
                 self.join(names, scope, label, joined)
 
     def join(self, names: Mapping[str, Any], scope: dict[str, Any], branch: str, joined: Joined | None = None) -> None:
-        """Give a scope what `names`, of the branch, and the scope itself hold.
-
-        Args:
-            joined: what the scopes before have been given, so that two names of one list keep one list.
-        """
+        """Give a scope what `names`, of the branch, and it hold; by `joined` two names of one list keep one list."""
         joined = {} if joined is None else joined
         for name in {**names, **scope}:
             first, second = names.get(name, ()), scope.get(name, ())

@@ -230,14 +230,10 @@ def _script(text: str, dialect: Dialect, behind: set[str], asked: Asked, problem
 
 
 def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
-    """Read the settings of the one start of a training in a script.
+    """Read the settings of the one start of a training in a script; those of `behind` the user gives, and they win.
 
-    Args:
-        behind: paths of settings that the user gives behind the file, and that win.
-
-    Raises:
-        ConfigError: several starts with different settings, a part that is no bash, a key that no start is given,
-            another trainer alone, or the parser of bash is not installed.
+    It raises ConfigError of several starts with different settings, a part that is no bash, a key that no start is
+    given, another trainer alone, or where the parser of bash is not installed.
     """
     reading = Reading(len(text.encode()), "the script")
     commands = Commands(dialect, asked.path, reading)

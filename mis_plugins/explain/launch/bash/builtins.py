@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import dropwhile
 from pathlib import Path
 
 from mis_plugins.config.loading import file_of, watching
@@ -120,7 +119,11 @@ class Builtins(Texts):
             before = self.variables.get(name, ())
             if place.type != "expansion" or isinstance(before, list) or not known(before):
                 self.variables[name] = self.unknown(place)
-        return _untabbed(mixed) if beside and beside[0].type == "<<-" else mixed
+        if not beside or beside[0].type != "<<-":
+            return mixed
+        begins = (r"(\n)\t+" if place else r"(\A|\n)\t+" for place in range(len(mixed)))  # tabs before its lines
+        parts = zip(mixed, begins, strict=True)
+        return tuple(replace(piece, text=piece.text and re.sub(tabs, r"\1", piece.text)) for piece, tabs in parts)
 
     def _assignment(self, node: Node) -> None:
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
@@ -246,9 +249,11 @@ class Builtins(Texts):
         exports = re.search(r"(?:^| )([-+])(?:\w*a|o allexport)", says(node).partition(" -- ")[0])
         if exports:
             self.variables["-a"] = EXPORTED if exports[1] == "-" else hole("set -a")
-        own = list(dropwhile(lambda pair: _is_option(*pair), zip([None, *texts], texts, strict=False)))
-        if own:
-            given = words[len(words) - len(own) + (own[0][1] == "--") :]
+        given = words
+        while given and texts[-len(given)] != "--" and (texts[-len(given)] or "-")[:1] in "-+":  # `-e`, and `-o NAME`
+            given = given[1 + ((texts[-len(given)] or "")[-1:] == "o") :]
+        if given:
+            given = given[texts[-len(given)] == "--" :]
             self.positional = [self.unknown(node)] if "${!" in says(node) else given
 
     def _shift(self, node: Node, words: list[Text]) -> None:
@@ -259,21 +264,6 @@ class Builtins(Texts):
             self.positional = [self.unknown(node)]
         elif unsure or count and count <= len(given):  # bash shifts by no more than there are
             self.positional = [*unsure, *given[count:]]
-
-
-def _is_option(before: str | None, word: str | None) -> bool:
-    """Whether a word behind `set` is an option, or the name of one behind `-o`."""
-    return word != "--" and (
-        (word or "-")[:1] in "-+" or (before or "")[:1] in ("-", "+") and (before or "")[-1:] == "o"
-    )
-
-
-def _untabbed(text: Text) -> Text:
-    """The text of a heredoc of `<<-`, without the tabs before its lines."""
-    return tuple(
-        replace(piece, text=piece.text and re.sub(r"(\n)\t+" if place else r"(\A|\n)\t+", r"\1", piece.text))
-        for place, piece in enumerate(text)
-    )
 
 
 def _formatted(words: Sequence[Text]) -> Text:

@@ -2,7 +2,7 @@
 
 import os.path
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
@@ -15,8 +15,7 @@ from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LEFT, PUSHED
 from mis_plugins.explain.launch.reader import HERE, PACKAGES, Ended, Launch, Returned, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, literal, shown, spaced, word_of
 
-# What some editors add, of which bash makes letters of a word; before a comment they do no harm.
-BREAKS_LINES = re.compile("\r\n|\\A\ufeff(?!#)")
+BREAKS_LINES = re.compile("\r\n|\\A\ufeff(?!#)")  # letters to bash; a BOM before a comment does no harm
 SHELLS = ("bash", "sh", "zsh", "dash")
 STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill")
 # Commands that start nothing and write no file that they name, and those that write one.
@@ -94,12 +93,7 @@ class Commands(Builtins):
                 self._launch(node, words)
 
     def _other_shell(self, before: Sequence[Text], text: Text, given: Sequence[Text]) -> None:
-        """Read a text as another shell, which sees the variables that the script exports.
-
-        Args:
-            before: what starts the shell, with variables for it as NAME=VALUE.
-            given: its name and its arguments.
-        """
+        """Read a text as another shell, which sees what the script exports, and NAME=VALUE of the words before it."""
         starts = [shown(word) for word in before]
         is_given = not before or starts[0] in HANDS_ON and not any(word.startswith(LETS_GO) for word in starts)
         own: dict[str, Value] = {FOLDER: self._folder(), "@": list(given[1:])}
@@ -120,11 +114,7 @@ class Commands(Builtins):
             self.attempt(lambda: self.evaluate(text))
 
     def _within(self, positional: list[Text], source: int, work: Callable[[], object], shares: bool = False) -> None:
-        """Run a function, a sourced file or an evaluated text, from which the script may return.
-
-        Args:
-            shares: whether the arguments that it sets are those of the script too.
-        """
+        """Run a function, a sourced file or a text; with `shares` the arguments that it sets are the script's too."""
         with self.deeper(), self.now(positional=positional, source=source, returned=[]):
             try:
                 work()
@@ -201,10 +191,8 @@ class Commands(Builtins):
         self.may_have_ended = True
 
     def _return(self, node: Node, words: list[Text]) -> None:
-        """End a function or a sourced file; at the top of a script `return` fails, and bash goes on."""
-        if not self.depth:
-            return
-        raise Returned(dict(self.variables))
+        if self.depth:  # at the top of a script it fails, and bash goes on
+            raise Returned(dict(self.variables))
 
     def _source(self, node: Node, words: list[Text]) -> None:
         """Read a file that the script sources, where it can be found."""
@@ -263,11 +251,7 @@ class Commands(Builtins):
             self.unread(node, "its text is not known")
 
     def evaluate(self, text: Text, shares: bool = False) -> None:
-        """Read a text as a script, with a variable in place of each part that is not known.
-
-        Args:
-            shares: whether the variables that it sets are those of the script too.
-        """
+        """Read a text as a script, with a variable in place of each part not known; `shares` keeps what it sets."""
         with self.now(variables=self.variables if shares else dict(self.variables)):
             script = "".join(map(self._evaluated, self.reading.paid(text)))
             self._within(self.positional, len(self.texts), lambda: self.run_text(script), shares)
@@ -301,14 +285,10 @@ def is_unknown(word: Text) -> bool:
 
 
 def shell_of(words: Sequence[Text], switch: str) -> tuple[int, int]:
-    """Where a shell stands among words, and what follows its switch, as `bash -c TEXT`; the end is nowhere.
-
-    Behind the file that a shell runs no switch is the shell's, as in `bash FILE -c TEXT`; Docker's `--entrypoint bash`
-    stands before others.
-    """
+    """Where a shell stands among words, and what follows its switch before any file, as `bash -c TEXT`, or the end."""
     texts = [word_of(word).text for word in words]
     at = next((i for i, text in enumerate(texts) if text.rpartition("/")[2] in SHELLS), len(texts))
-    is_entry = any("--entrypoint" in text for text in texts[: at + 1])
+    is_entry = any("--entrypoint" in text for text in texts[: at + 1])  # of Docker, whose image stands behind it
     pairs = enumerate(pairwise(texts[at:]), at + 2)
     own = takewhile(lambda pair: is_entry or pair[1][1][:1] in ("-", "+", HOLE) or pair[1][0][-1:] in "oO", pairs)
     return at, next((i for i, (_, text) in own if re.fullmatch(f"-[A-Za-z]*{switch}", text)), len(texts))
@@ -328,10 +308,8 @@ def fed(words: Sequence[Text], count: int) -> list[Text]:
     return [*(tuple(part for piece in word for part in _marked(piece, mark)) for word in whole), *readers]
 
 
-def _marked(piece: Piece, mark: str) -> Iterator[Piece]:
+def _marked(piece: Piece, mark: str) -> Text:
     """A part of a word, with a part that is not known wherever the mark stands."""
-    parts = re.split(f"({mark})", piece.text) if piece.text else []
-    if not parts[1:]:
-        yield piece
-    for place, part in enumerate(parts[1:] and parts):
-        yield from hole(part, piece.lines) if place % 2 else [replace(piece, text=part, span=None)]
+    cut = [replace(piece, text=part, span=None) for part in re.split(f"({mark})", piece.text or "")]
+    parts = (hole(part.text or "", piece.lines)[0] if place % 2 else part for place, part in enumerate(cut))
+    return tuple(parts) if cut[1:] else (piece,)

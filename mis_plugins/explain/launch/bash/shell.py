@@ -68,9 +68,7 @@ class Shell(Commands):
     def _status(self, node: Node, trusts: bool = True) -> bool | None:
         """Run a part of a list; whether it succeeds, None where only running the script would tell.
 
-        Args:
-            trusts: whether a part of which nothing is known is taken to succeed, as `cd` before a start is. What
-                decides a value, or where a loop ends, takes nothing so.
+        With `trusts` a part of which nothing is known succeeds, as `cd` before a start; what decides a value has none.
         """
         if node.type != "list":
             truth = self.truth(node)
@@ -127,15 +125,12 @@ class Shell(Commands):
 
         return work
 
-    @property
-    def _always(self) -> dict[str, bool]:
-        return {"true": True, "false": False} | ({} if self.depth else {"return": False})
-
     def truth(self, node: Node) -> bool | None:
         """Whether a condition holds; None where only running the script would tell."""
         if node.type == "command":
             words = self.command_words(node)
-            return self._always.get(known(words[0]) or "") if words else None
+            always = {"true": True, "false": False} | ({} if self.depth else {"return": False})
+            return always.get(known(words[0]) or "") if words else None
         if node.type == "redirected_statement":
             body = node.child_by_field_name("body")
             return self.truth(body) if body is not None and body.type == "command" else None

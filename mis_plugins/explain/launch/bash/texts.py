@@ -111,7 +111,8 @@ class Texts(Reader):
         if name == "0":
             return self.own_name
         if name.isdigit():
-            return next(iter(self._argument(name)), self.unknown(node))
+            is_whole = not name[1:] or node.type == "expansion"  # `$10` is `$1`, and a letter behind it
+            return next(iter(self._argument(name) if is_whole else ()), self.unknown(node))
         value = self.positional if name in ("@", "*") else self.variables.get(name)
         if value is None:
             return self.unknown(node)
@@ -121,11 +122,6 @@ class Texts(Reader):
         if not whole and name not in ("@", "*"):
             return self._first(value, node)
         return self.unknown(node) if "IFS" in self.variables else spaced(value)
-
-    def _named(self, node: Node) -> Text:
-        """`$NAME`; `$10` is the first argument, and a letter behind it."""
-        name = says(node).removeprefix("$")
-        return self.unknown(node) if name[1:] and name.isdigit() else self._valued(node, name)
 
     def _first(self, items: list[Text], node: Node) -> Text:
         """The first item of an array, which its name alone means and sets; not known where a branch gives it."""
@@ -288,16 +284,11 @@ class Texts(Reader):
             return self.unknown(node)
         return self.literal(re.sub(r"\\.", lambda match: codecs.decode(match[0], "unicode_escape"), source), node)
 
-    def _concatenated(self, node: Node) -> Text:
-        """The parts of one word; the parser ends the word `{a$1` behind its dollar."""
-        if node.children[-1].type == "$":
-            return self.unknown(node)
-        return self.mixed(node, node.start_byte, node.end_byte)
-
     def mixed(self, node: Node, begin: int, end: int) -> Text:
         """Text with expansions in it; the parser gives no node to some of the plain parts."""
-        source, place = node.text or b"", begin
-        parts: list[Text] = []
+        source, place, parts = node.text or b"", begin, list[Text]()
+        if node.type == "concatenation" and node.children[-1].type == "$":  # where the parser ends the word `{a$1`
+            return self.unknown(node)
 
         def add(upto: int) -> None:
             text = source[place - node.start_byte : upto - node.start_byte].decode(errors="replace")
@@ -332,14 +323,10 @@ class Texts(Reader):
             value = self._first(value, node) if value else None
         text = spaced(value) if isinstance(value, list) else value or ()
         if says(node).endswith("#*=}") and (content := known(text)) is not None:
-            return self._behind_key(node, content)
+            cut = content.rpartition if "##" in says(node) else content.partition  # the key of `--key=value`
+            return literal(cut("=")[2] if "=" in content else content, self.lines(node))
         self.used |= literals_of(text)
         return self._operated(node, name, value, text, whole)
-
-    def _behind_key(self, node: Node, content: str) -> Text:
-        """`${1#*=}` and `${1##*=}`, which take the key off `--key=value`."""
-        cut = content.rpartition if "##" in says(node) else content.partition
-        return literal(cut("=")[2] if "=" in content else content, self.lines(node))
 
     def _operated(self, node: Node, name: str, value: Value | None, text: Text, whole: bool) -> Text:
         """What the operator of `${NAME...}` makes of the value, which `text` holds with blanks between items."""
@@ -412,8 +399,8 @@ TEXT: dict[str, Callable[[Texts, Node], Text]] = {
     "ansi_c_string": Texts._ansi,
     "string": lambda shell, node: shell.mixed(node, node.start_byte + 1, node.end_byte - 1),
     "translated_string": lambda shell, node: shell.text(node.named_children[-1]),
-    "concatenation": Texts._concatenated,
-    "simple_expansion": Texts._named,
+    "concatenation": lambda shell, node: shell.mixed(node, node.start_byte, node.end_byte),
+    "simple_expansion": lambda shell, node: shell._valued(node, says(node).removeprefix("$")),
     "expansion": Texts._braced,
     "command_substitution": lambda shell, node: shell._substituted(node),
 }

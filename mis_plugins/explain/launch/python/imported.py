@@ -6,7 +6,7 @@ import os.path
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -50,8 +50,9 @@ class Imported(Functions):
             given = [(*as_text(given[0]), Piece(" "), *hole("sys.argv")), *given[1:]]
         for value in (*given, *named.values()):
             if isinstance(value, ast.FunctionDef):
-                if name not in TELLS:
-                    self.call_back(node, value)
+                if name not in (*TELLS, "run") and value.args not in self.called:  # `typer.run` reads a command line
+                    call = partial(self.call, value, [], {}, is_sure=False)  # with any arguments, or not at all
+                    self.fork(says(node), call, lambda: None)
                 continue
             if name not in TELLS:
                 with self.now(folder=folder):
@@ -171,11 +172,6 @@ class Imported(Functions):
         value = self.visit_Name(ast.Name(name))
         command = value if isinstance(value, list) else fields(as_text(value))
         return bool(command[1:]) and any(is_train(with_holes(word)) for word in command if isinstance(word, tuple))
-
-    def call_back(self, node: ast.Call, function: ast.FunctionDef) -> None:
-        """Read a function that another one gets, which may call it with any arguments, unless it is read already."""
-        if function.args not in self.called and name_of(node.func) != "run":  # `typer.run` reads a command line
-            self.fork(says(node), lambda: self.call(function, [], {}, is_sure=False), lambda: None)
 
     def hand_on(self, value: Any) -> None:
         """Keep the words that a function gets, which may name a file that it writes; those of a start do not."""

@@ -30,8 +30,7 @@ class Launcher(Imported):
             self.run_commands()
         if self.options and self.of_fields is None:
             self.reading.unread[0] = f"{' '.join(self.options)}: no command is seen that takes it"
-        functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda))
-        for node in functions:
+        for node in (part for part in ast.walk(tree) if isinstance(part, ast.FunctionDef | ast.Lambda)):
             is_read = node.args in self.called or getattr(node, "decorator_list", [])
             if not is_read and re.search(rf"\b{STARTS}|{NAMES_TRAIN.pattern}", ast.unparse(node)):
                 name = f"def {node.name}" if isinstance(node, ast.FunctionDef) else "lambda"
