@@ -453,6 +453,7 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
           for shell in ("bash -c", "A='x'; sh -c", "srun bash -lc")),
         ("bash <<E\npython train.py --a '$NOPE' $'$NOPE'\nE", ["--a", HOLE, HOLE]),
         ("seq 2 | xargs -I% python train.py --a % --b x%.y", ["--a", HOLE, "--b", f"x{HOLE}.y", HOLE]),
+        *((f"xargs {mark} python train.py % b", [HOLE, "b", HOLE]) for mark in ("-I %", "--replace=%")),
         ("xargs -I% bash -c 'A=%; python train.py --a %'", ["--a", HOLE]),
         ("xargs -n1 sh -c 'python train.py --a \"$0\" \"$@\"'", ["--a", HOLE, HOLE]),
         ("find . -exec python train.py --a {} --b \\;", ["--a", HOLE, "--b"]),
@@ -476,6 +477,8 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
         ("exec 2> log\nif [ $X ]; then exec python train.py --a; fi\nexec ls\npython train.py --b", ["--a"]),
         ("import os\nos.execvp('python', ['python', 'train.py', '--a'])\nos.system('python train.py')", ["--a"]),
         ("import os\ngo = lambda x: os.system('python train.py ' + x)\ngo('--a')", ["--a"]),
+        *(("import os\ndef make(a):\n" + f"  {line}\n  return f\nx = make('--a')\ny = make('--b')\nx()", ["--a"])
+          for line in ("f = lambda: os.system('python train.py ' + a)", "def f(): os.system('python train.py ' + a)")),
         ("import shlex\nshlex.split('python train.py\\n --a 1\\n --b')", ["--a", "1", "--b"]),
         ("import os\nos.system(\"bash -c 'python train.py $0'\")", [HOLE]),
         ('import subprocess\nsubprocess.run(["python", "train.py", "it\'s", "a\'", "--b"])', ["it's", "a'", "--b"]),

@@ -216,10 +216,8 @@ def _unsure(launch: Launch, flags: Mapping[str, Flag], host: Host | None) -> Ite
         for whole in sorted(decides - {name}):
             if len(name) > 2 and whole.startswith(name) and name not in _taken([host] if host else recorded().values()):
                 yield f"{name} ({flag.word.place}): Miles may take it for {whole}; write it out"
-    for name, flag in flags.items():
-        if name in SWITCHES and flag.value is not None and flag.value.is_known:
-            value = flag.value.source
-            yield f"{name} ({flag.word.place}): takes no value, and the host's parser refuses {value!r}; drop it"
+        if name in SWITCHES and (value := flag.value) is not None and value.is_known:
+            yield f"{name} ({flag.word.place}): takes no value, and the host's parser refuses {value.source!r}; drop it"
     loss = _other_loss(flags)
     if loss is not None:
         yield (

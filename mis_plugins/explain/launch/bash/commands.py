@@ -301,7 +301,7 @@ def fed(words: Sequence[Text], count: int) -> list[Text]:
     readers = [hole(f"what {name} reads") for name in programs if name in READS]
     if not readers and "find" not in programs:
         return [*words]
-    named = re.findall(r"(?<= -I) ?(\S+)", " ".join(before))
+    named = re.findall(r" (?:-I ?|--replace=)(\S+)", " ".join(before))
     mark = re.escape(named[-1]) if named else r"(?<!\$)\{[^{}\s]*\}"
     own = takewhile(lambda word: readers or known(word) not in (";", "+"), words)
     whole = ((replace(word[0], text=known(word)),) if known(word) else word for word in own)

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from mis_plugins.explain.launch.bash.builtins import NAMES_TRAIN
@@ -40,8 +41,9 @@ class Launcher(Imported):
         self.visit(node.value)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.store(node.name, node)
-        self.define(node)
+        function = copy(node)  # each call of the function around it makes another
+        self.store(node.name, function)
+        self.define(function)
 
     def visit_Lambda(self, node: ast.Lambda) -> Any:
         """A function without a name; one with defaults is not known, since each round of a loop may give it others."""
