@@ -464,12 +464,12 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
         *((f"f() {{ {kind} A={first}; A{second}; python train.py $A; }}\nf", [expected])
           for kind, first, second, expected in (
             ("declare -i", "1+1", "=2*N", HOLE), ("local -i", "3", "=5", "5"), ("local -i", "3", "+=4", HOLE),
-            ("declare -u", "a", "=b", HOLE), ("declare -ia", "(1+1)", "[1]=3", HOLE), ("local", "1+1", "+=4", "1+14"),
+            ("declare -u", "a", "=b", HOLE), ("declare -ia", "(1+1)", "+=(2)", HOLE), ("local", "1+1", "+=4", "1+14"),
         )),
         ("declare -l A\nunset A\nA=B\npython train.py $A", ["B"]),
         ("f() { A=$(cat <<E\n--a $1$x \\$1 $#\nE\n); }\nf 3\npython train.py $A", ["--a", f"3{HOLE}", "$1", HOLE]),
         ("set -euo pipefail\npython train.py \"$@\"\n", ["--seed", "7"]),
-        ("set -ex --a b\nset c d\npython train.py \"$@\" $10", ["c", "d", HOLE]),
+        ("set -ex -- a b\nset c d\npython train.py \"$@\" $10", ["c", "d", HOLE]),
         *((f"B='a*'\nif [ abc = {text} ]; then A=--a; else A=--b; fi\npython train.py $A", [expected])
           for text, expected in (("a*", HOLE), ("$B", HOLE), ("'abc'", "--a"), ("$C", HOLE), ('"$B"', "--b"))),
         *((f"return 0 2> log{more}\npython train.py --a", ["--a"]) for more in ("", "; return", " && exit")),
