@@ -232,8 +232,8 @@ def _script(text: str, dialect: Dialect, behind: set[str], asked: Asked, problem
 def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
     """Read the settings of the one start of a training in a script; those of `behind` the user gives, and they win.
 
-    It raises ConfigError of several starts with different settings, a part that is no bash, a key that no start is
-    given, another trainer alone, or where the parser of bash is not installed.
+    It raises ConfigError of several starts with different settings, a part that is no bash, and a key that no start is
+    given. It raises it too of another trainer alone, and without the parser of bash.
     """
     reading = Reading(len(text.encode()), "the script")
     commands = Commands(dialect, asked.path, reading)
