@@ -152,8 +152,16 @@ TOLD = [
         ("--vllm-gpu-memory-utilization 0.7 --sglang-mem-fraction-static 0.7", "Miles, slime or vime"),
     )),
     *((None, script, (), 1, "no diff: lines end in CR LF, or hold") for script in (
-        "# a\r\npython3 train.py --lr 1\r\n", "# a\x0cb\npython3 train.py --lr 1\n",
+        "import miles.utils as U\r\nU.execute_train('--lr 1')\r\n", "# a\x0cb\npython3 train.py --lr 1\n",
     )),
+    (None, "# a\npython3 train.py --lr 1\r\n", (), 2, "line 2: bash takes a CR or BOM for a letter of a word"),
+    (None, "\ufeffpython3 train.py --lr 1\n", (), 2, "line 1: bash takes a CR or BOM for a letter of a word"),
+    (MIS, f"readonly A=1\nA=2\npython3 train.py $A {FULL}", (), 0, "line 2: A=2: bash refuses it, since A is readonly"),
+    (MIS, f"export A=1\nf() {{ python3 train.py --x; }}\npython3 train.py {FULL}", (), 0, "is read here calls it"),
+    (MIS, f"import os\nlambda a=1: os.system('python3 train.py')\nos.system('python3 train.py {FULL}')", (), 0,
+     "lambda: may start train.py too, and nothing that is read here calls it"),
+    (MIS, f"import subprocess\nsubprocess.run(['bash', '-e', 'run.sh', '-c', 'python3 train.py --a'])\n"
+     f"subprocess.run(['python3', 'train.py', *'{FULL}'.split()])", (), 0, NONE),
     *((None, IN_OUT.replace("set -e\n", f"ON=true\nOUT=$HOME/out\n{lines}\n"), (), code, said)
       for lines, code, said in (
         ("cat > $OUT/mis.yaml <<EOF\nuse_tis: $ON\ntis_level: token\ntis_mode: truncate\ntis_upper_bound: 6\nEOF", 0,
@@ -199,6 +207,8 @@ TOLD = [
     (MIS, f"python3 train.py --train-backend fsdp {FULL}", ("--host", "miles"), 1, "the script trains with fsdp"),
     (MIS, f"python3 train.py {FULL}", ("--host", "torchtitan"), 0, "the script trains with megatron, by default"),
     (MIS, "python3 train.py --use-ti", (), 1, "(did you mean --use-tis?)"),
+    (MIS, "python3 train.py --train-backend fsdp --use-ti", (), 2, "Miles may take it for --use-tis; write it out"),
+    (MIS, f"python3 train.py --train-b fsdp {FULL}", (), 2, "(line 1): Miles may take it for --train-backend"),
     ("use_tis: true\nmis:\n", f"python3 train.py {FULL}", (), 2, "(the file says use_tis, mis)"),
     (MIS, f"python3 train.py {FULL}", ("--preset", "icepop"), 1, "icepop): --preset icepop"),
     (MIS, f"docker run a bash -lc 'python3 train.py {FULL}'", (), 0, "or in a text that it runs): a hook of this pack"),
@@ -449,7 +459,35 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
         *((f"{shell} \"python train.py --a '$NOPE' --b '$NOPE/c'\"", ["--a", HOLE, "--b", f"{HOLE}/c"])
           for shell in ("bash -c", "A='x'; sh -c", "srun bash -lc")),
         ("bash <<E\npython train.py --a '$NOPE' $'$NOPE'\nE", ["--a", HOLE, HOLE]),
-        ("seq 2 | xargs -I% python train.py --a % --b x%.y", ["--a", HOLE, "--b", HOLE, HOLE]),
+        ("seq 2 | xargs -I% python train.py --a % --b x%.y", ["--a", HOLE, "--b", f"x{HOLE}.y", HOLE]),
+        *((f"xargs {mark} python train.py % b", [HOLE, "b", HOLE]) for mark in ("-I %", "--replace=%")),
+        ("xargs -I% bash -c 'A=%; python train.py --a %'", ["--a", HOLE]),
+        ("xargs -n1 sh -c 'python train.py --a \"$0\" \"$@\"'", ["--a", HOLE, HOLE]),
+        ("find . -exec python train.py --a {} --b \\;", ["--a", HOLE, "--b"]),
+        ("f() { python train.py --a $1; }\nexport -f f\nxargs -I{} bash -c 'f {}'", ["--a", HOLE]),
+        # bash puts the names of files in place of a word with a star, and none for KEY=* or in quotes
+        ("A='a?'\npython train.py *.y *.{y,z} $A/$B $A \"$A\" --b=*.y x\\*", [*[HOLE] * 4, "a?", "--b=*.y", "x*"]),
+        ("A=(*.y)\nfor b in *; do :; done\npython train.py \"${A[@]}\" $b", [HOLE, HOLE]),
+        *((f"f() {{ {kind} A={first}; A{second}; python train.py $A; }}\nf", [expected])
+          for kind, first, second, expected in (
+            ("declare -i", "1+1", "=2*N", HOLE), ("local -i", "3", "=5", "5"), ("local -i", "3", "+=4", HOLE),
+            ("declare -u", "a", "=b", HOLE), ("declare -ia", "(1+1)", "+=(2)", HOLE), ("local", "1+1", "+=4", "1+14"),
+        )),
+        ("declare -l A\nunset A\nA=B\npython train.py $A", ["B"]),
+        ("f() { A=$(cat <<E\n--a $1$x \\$1 $#\nE\n); }\nf 3\npython train.py $A", ["--a", f"3{HOLE}", "$1", HOLE]),
+        ("set -euo pipefail\npython train.py \"$@\"\n", ["--seed", "7"]),
+        ("set -ex -- a b\nset c d\npython train.py \"$@\" $10", ["c", "d", HOLE]),
+        *((f"B='a*'\nif [ abc = {text} ]; then A=--a; else A=--b; fi\npython train.py $A", [expected])
+          for text, expected in (("a*", HOLE), ("$B", HOLE), ("'abc'", "--a"), ("$C", HOLE), ('"$B"', "--b"))),
+        *((f"return 0 2> log{more}\npython train.py --a", ["--a"]) for more in ("", "; return", " && exit")),
+        ("f() { return 0 && exit; }\nf\npython train.py --a\nreturn 2> /dev/null || exit\npython train.py", ["--a"]),
+        ("exec 2> log\nif [ $X ]; then exec python train.py --a; fi\nexec ls\npython train.py --b", ["--a"]),
+        ("import os\nos.execvp('python', ['python', 'train.py', '--a'])\nos.system('python train.py')", ["--a"]),
+        ("import os\ngo = lambda x: os.system('python train.py ' + x)\ngo('--a')", ["--a"]),
+        *(("import os\ndef make(a):\n" + f"  {line}\n  return f\nx = make('--a')\ny = make('--b')\nx()", ["--a"])
+          for line in ("f = lambda: os.system('python train.py ' + a)", "def f(): os.system('python train.py ' + a)")),
+        ("import shlex\nshlex.split('python train.py\\n --a 1\\n --b')", ["--a", "1", "--b"]),
+        ("import os\nos.system(\"bash -c 'python train.py $0'\")", [HOLE]),
         ('import subprocess\nsubprocess.run(["python", "train.py", "it\'s", "a\'", "--b"])', ["it's", "a'", "--b"]),
         ('import subprocess\nsubprocess.run("python train.py --a\\t1".split())', ["--a", "1"]),
         ('import os, subprocess\np = os.path.join(HERE, "train.py")\nsubprocess.run(["python", p, "--a"])', ["--a"]),

@@ -5,7 +5,7 @@ import base64
 import itertools
 import os.path
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,15 +104,9 @@ class Judgement:
 
 
 def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, preset: str | None) -> Judgement:
-    """Judge one start of train.py.
+    """Judge one start of train.py; raises ConfigError of a config that the hooks would refuse.
 
-    Args:
-        path: the script; files that it names are looked for from there.
-        asked: the host that the user names; None is whichever the script tells.
-        preset: a preset or file that shall correct; None keeps the script's own config, and is `tis` without one.
-
-    Raises:
-        ConfigError: a config that the hooks would refuse.
+    Without `asked` the host is whichever the script tells. Without `preset` its own config stays, or `tis` corrects.
     """
     own_flags = _flags(launch.words)
     other = _other_trainer(asked, own_flags)
@@ -132,7 +126,8 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
         *_unknown_flags(own_flags, host),
         *unread,
     ]
-    judgement = Judgement(host, lines, unsure=[*_unsure(launch, flags), *([] if preset else _unsure_config(given))])
+    unsure = [*_unsure(launch, flags, host), *([] if preset else _unsure_config(given))]
+    judgement = Judgement(host, lines, unsure=unsure)
     is_asked = flags.keys() & {*SWITCHES, TIS, CONFIG}
     judgement.is_apart = len(judgement.unsure) == 1 and _other_loss(flags) is not None and not is_asked
     if not judgement.unsure:
@@ -206,17 +201,23 @@ def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
             return hosts[backend]
     if len(launch.hosts) == 1:
         return hosts[next(iter(launch.hosts))]
-    theirs = {name: {flag for record in hosts[name].records for flag in recorded_flags(record)} for name in PACKAGES}
+    theirs = {name: _taken([hosts[name]]) for name in PACKAGES}
     given = flags.keys() & set().union(*theirs.values())
     only = [name for name in theirs if given <= theirs[name]]
     return hosts[only[0]] if len(only) == 1 else None
 
 
-def _unsure(launch: Launch, flags: Mapping[str, Flag]) -> Iterator[str]:
+def _unsure(launch: Launch, flags: Mapping[str, Flag], host: Host | None) -> Iterator[str]:
     for word in launch.words:
         if not word.is_known and any(flag in word.source for flag in DECIDES):
             yield f"({word.place}): one of {word.source}"
-    yield from _switches_with_values(flags)
+    decides = DECIDES if host and host.name in BACKENDS else {BACKEND}
+    for name, flag in flags.items():  # argparse completes a flag but where Megatron parses
+        for whole in sorted(decides - {name}):
+            if len(name) > 2 and whole.startswith(name) and name not in _taken([host] if host else recorded().values()):
+                yield f"{name} ({flag.word.place}): Miles may take it for {whole}; write it out"
+        if name in SWITCHES and (value := flag.value) is not None and value.is_known:
+            yield f"{name} ({flag.word.place}): takes no value, and the host's parser refuses {value.source!r}; drop it"
     loss = _other_loss(flags)
     if loss is not None:
         yield (
@@ -233,11 +234,9 @@ def _unsure(launch: Launch, flags: Mapping[str, Flag]) -> Iterator[str]:
             yield f"{name} ({flag.word.place}): only running the script would tell its value, {value.source}"
 
 
-def _switches_with_values(flags: Mapping[str, Flag]) -> Iterator[str]:
-    for name, flag in flags.items():
-        if name in SWITCHES and flag.value is not None and flag.value.is_known:
-            value = flag.value.source
-            yield f"{name} ({flag.word.place}): takes no value, and the host's parser refuses {value!r}; drop it"
+def _taken(hosts: Iterable[Host]) -> set[str]:
+    """The flags of hosts where their parsers were recorded."""
+    return {flag for host in hosts for record in host.records for flag in recorded_flags(record)}
 
 
 def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
@@ -347,8 +346,7 @@ def _other_loss(flags: Mapping[str, Flag]) -> str | None:
 
 def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str]:
     """Flags that the host's recorded parsers do not know; without a host, flags that nearly spell one that decides."""
-    hosts = [host] if host else recorded().values()
-    taken = {flag for each in hosts for record in each.records for flag in recorded_flags(record)}
+    taken = _taken([host] if host else recorded().values())
     count = DECIDES | {name for name in taken if name.endswith("-path")}
     for name, flag in flags.items():
         is_open = not flag.word.is_known or name.startswith("--eval-sglang-") or len(name) < 3
@@ -381,7 +379,9 @@ def _want(judgement: Judgement, flags: Mapping[str, Flag], given: Given, preset:
     if preset is not None or judgement.keys is None:
         judgement.keys, judgement.source = keys_of(file_of(name)), value
     config = read_keys(judgement.keys)
-    needed, flags = _needed(config, judgement.host), _with_keys(flags, judgement.keys)
+    pairs = itertools.pairwise([*shlex.split(flags_for(config, judgement.host)), "--"])
+    needed = {word: None if after.startswith("--") else after for word, after in pairs if word.startswith("--")}
+    flags = _with_keys(flags, judgement.keys)
     if _loss(flags) == OUR_LOSS:
         needed = {name: value for name, value in needed.items() if name not in (TIS, *SWITCHES)}
     for want in _lacking(needed, flags, judgement.keys, config):
@@ -402,12 +402,6 @@ def _not_held(flags: Mapping[str, Flag], changed: set[str]) -> Iterator[str]:
         path = flag.value.source if flag.value and flag.value.is_known and name not in changed else ""
         if path.startswith(OURS) and name.endswith("-path") and not _is_held(path):
             yield f"{name} ({flag.word.place}): mis-plugins has no function {path}"
-
-
-def _needed(config: CorrectionConfig, host: Host | None) -> dict[str, str | None]:
-    """The flags of a config with their values."""
-    pairs = itertools.pairwise([*shlex.split(flags_for(config, host)), "--"])
-    return {word: None if after.startswith("--") else after for word, after in pairs if word.startswith("--")}
 
 
 def _lacking(

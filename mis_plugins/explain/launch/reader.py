@@ -13,8 +13,7 @@ from mis_plugins.shared.budget import VALUES, Clock
 
 PACKAGES = {"miles", "slime", "vime"}  # of the hosts whose launch scripts are read
 HERE = ("$PWD", "${PWD}", "$(pwd)")  # the folder where a script is started
-SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")  # endings of what a shell reads
-UNCALLED = "may start train.py too, and no call of it is seen"
+UNCALLED = "may start train.py too, and nothing that is read here calls it"
 DEEPEST = 32  # functions, sourced files and evaluated texts within one another
 Joined = dict[tuple[int, int], tuple[Any, Any, Any]]  # of two branches: the values of either, and both in one
 Clause = tuple[str, bool | None, Callable[[], object]]  # a condition, whether it holds where that is known, the work
@@ -44,11 +43,7 @@ class Reading:
         self.clock = Clock(self.size, self.where)
 
     def spend(self, amount: int = 1) -> None:
-        """Count steps, letters and words against the budget.
-
-        Raises:
-            RecordError: the script asks for more than its budget, or takes longer.
-        """
+        """Count steps, letters and words against the budget; raises RecordError beyond it, or after too long."""
         self.spent += amount
         VALUES.check(self.spent, self.size, self.where)
         if amount > 1 or self.spent % 256 == 0:
@@ -195,11 +190,7 @@ class Reader(ABC):
                 self.join(names, scope, label, joined)
 
     def join(self, names: Mapping[str, Any], scope: dict[str, Any], branch: str, joined: Joined | None = None) -> None:
-        """Give a scope what `names`, of the branch, and the scope itself hold.
-
-        Args:
-            joined: what the scopes before have been given, so that two names of one list keep one list.
-        """
+        """Give a scope what `names`, of the branch, and it hold; by `joined` two names of one list keep one list."""
         joined = {} if joined is None else joined
         for name in {**names, **scope}:
             first, second = names.get(name, ()), scope.get(name, ())

@@ -137,11 +137,7 @@ def _alternatives(text: Text) -> Text:
 
 
 def flags_of(words: Sequence[Word], short: Sequence[str] = ()) -> Iterator[tuple[str, Word, Word | None]]:
-    """Each flag of a command with its word and its value, `--flag VALUE` or `--flag=VALUE`; None where it has none.
-
-    Args:
-        short: flags with one dash.
-    """
+    """Each flag of a command, those of `short` too, with its word and its value, `--flag VALUE` or `--flag=VALUE`."""
     for word, after in pairwise([*words, None]):
         flag, equals, _ = word.text.partition("=") if word else ("", "", "")
         if word and (flag.startswith("--") or flag in short):
@@ -154,12 +150,7 @@ def with_holes(text: Text) -> str:
 
 
 def with_places(words: Iterable[Word], text: Text) -> Iterator[Word]:
-    """The words of a command line, each with the lines and branch of the pieces that it comes from.
-
-    Args:
-        words: whose spans count bytes of the command line.
-        text: the command line; its pieces follow one another.
-    """
+    """The words of a command line, whose bytes their spans count, each with the lines and branch of its pieces."""
     ends = list(accumulate(len(with_holes((piece,)).encode()) for piece in text))
     for word in words:
         begin, end = word.span or (0, 0)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Value = Word | None  # of a flag that stands alone
 LOCATED = (".sh", ".log", ".txt", ".py", ".yaml", ".yml", ".json", ".jsonl", ".md", ".out", ".err")
 ENDS_A_PATH = (b"", b" ", b"\n", b"/", b"'", b'"', b")", b";")
-FINDS = ("xargs", "find", "parallel", "sudo", "time", *HANDS_ON)  # what may run an editor on files that it finds
+FINDS = ("find", "sudo", "time", *HANDS_ON)  # what may run an editor on files that it finds
 PATTERN = re.compile(r"[*?\[]")  # of names of files
 SUBSTITUTIONS = ("command_substitution", "process_substitution")
 # The names of files in a command, but for those behind a flag, which are read.
@@ -230,14 +230,10 @@ def _script(text: str, dialect: Dialect, behind: set[str], asked: Asked, problem
 
 
 def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
-    """Read the settings of the one start of a training in a script.
+    """Read the settings of the one start of a training in a script; those of `behind` the user gives, and they win.
 
-    Args:
-        behind: paths of settings that the user gives behind the file, and that win.
-
-    Raises:
-        ConfigError: several starts with different settings, a part that is no bash, a key that no start is given,
-            another trainer alone, or the parser of bash is not installed.
+    It raises ConfigError of several starts with different settings, a part that is no bash, and a key that no start is
+    given. It raises it too of another trainer alone, and without the parser of bash.
     """
     reading = Reading(len(text.encode()), "the script")
     commands = Commands(dialect, asked.path, reading)

@@ -119,7 +119,11 @@ class Builtins(Texts):
             before = self.variables.get(name, ())
             if place.type != "expansion" or isinstance(before, list) or not known(before):
                 self.variables[name] = self.unknown(place)
-        return _untabbed(mixed) if beside and beside[0].type == "<<-" else mixed
+        if not beside or beside[0].type != "<<-":
+            return mixed
+        begins = (r"(\n)\t+" if place else r"(\A|\n)\t+" for place in range(len(mixed)))  # tabs before its lines
+        parts = zip(mixed, begins, strict=True)
+        return tuple(replace(piece, text=piece.text and re.sub(tabs, r"\1", piece.text)) for piece, tabs in parts)
 
     def _assignment(self, node: Node) -> None:
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
@@ -130,19 +134,24 @@ class Builtins(Texts):
         if name.type == "subscript":
             self.variables[says(name.named_children[0])] = [maybe(says(node), self.lines(node))]
             return
+        if f"-r {says(name)}" in self.variables:
+            return self.unread(node, f"bash refuses it, since {says(name)} is readonly")
         before = self.variables.get(says(name))
         adds = any(child.type == "+=" for child in node.children)
         made: Value
         if value is not None and value.type == "array":
             kept = [] if before is None or not adds else before if isinstance(before, list) else [before]
             made = [*kept, *self.joined(value, value.named_children)]
-            if any(shown(word)[:1] == "[" and "]=" in shown(word) for word in made):
+            is_changed = f"-i {says(name)}" in self.variables
+            if is_changed or any(shown(word)[:1] == "[" and "]=" in shown(word) for word in made):
                 made = [self.unknown(node)]
             self.reading.spend(1 + len(made))
         else:
             first = self._first(before, node) if isinstance(before, list) else before or ()
             added = self.text(value) if value else self.unknown(node) if node.has_error else ()
             text = self.reading.paid((first if adds else ()) + added)
+            is_changed = adds or not re.fullmatch(r"0|[1-9]\d*", known(text) or "")
+            text = self.unknown(node) if is_changed and f"-i {says(name)}" in self.variables else text
             made = self._stored(node, before, text)
         if before and not adds and self.branch is None and f"-x {says(name)}" not in self.variables:
             self.replaced |= literals_of(before)
@@ -164,15 +173,18 @@ class Builtins(Texts):
             is_plain = child.type in ("variable_assignment", "variable_name")
             words = self.words(child) if not is_plain and says(child)[:1] not in ("-", "+") else []
             for name, value in [(re.split(r"[+=\[]", says(child))[0], ())] if is_plain else map(pair, words):
-                mark, is_own = f"-x {name}", kind in OF_FUNCTION and not set(flags) & set("gpf")
+                marks = [f"-{flag} {name}" for flag in "xnri"]
+                mark, is_own = marks[0], kind in OF_FUNCTION and not set(flags) & set("gpf")
                 if self.locals is not None and is_own and name not in self.locals:
-                    self.locals |= {key: self.variables.get(key) for key in (name, mark, f"-n {name}")}
+                    self.locals |= {key: self.variables.get(key) for key in (name, *marks)}
                     if child.type == "variable_name":
                         self.variables.pop(name, None)
                 if "+x" in flags or kind == "export" and "n" in flags:
                     self.variables.pop(mark, None)
                 elif kind == "export" or "x" in flags:
                     self.variables[mark] = EXPORTED
+                if kind in OF_FUNCTION and set(flags) & set("ilnu"):
+                    self.variables |= {f"-i {name}": EXPORTED, name: hole(says(child), self.lines(node))}
                 if is_plain:
                     self.run(child)
                 elif name:
@@ -180,8 +192,10 @@ class Builtins(Texts):
                 if not name or kind in OF_FUNCTION and "n" in flags:
                     self.unread(node, "which variables it sets is not known")
                     self.variables |= {f"-n {name}": EXPORTED}
-                if kind in OF_FUNCTION and set(flags) & set("ilnu") or any(map(is_braced, child.children)):
+                if any(map(is_braced, child.children)):
                     self.variables[name] = hole(says(child), self.lines(node))
+                if kind == "readonly" or kind in OF_FUNCTION and "r" in flags:
+                    self.variables[f"-r {name}"] = EXPORTED
                 if kind not in OF_FUNCTION or "g" in flags:
                     self._beyond(name, "g" in flags)
 
@@ -195,8 +209,8 @@ class Builtins(Texts):
     def _unset(self, node: Node) -> None:
         for word in (word for child in node.named_children for word in self.words(child)):
             name, item, _ = shown(word).partition("[")
-            self.variables.pop(name, None)
-            self.variables.pop(f"-x {name}", None)
+            for key in (name, f"-x {name}", f"-i {name}"):
+                self.variables.pop(key, None)
             self.variables |= {name: [maybe(says(node), self.lines(node))]} if item else {}
             self._beyond(name)
 
@@ -235,9 +249,12 @@ class Builtins(Texts):
         exports = re.search(r"(?:^| )([-+])(?:\w*a|o allexport)", says(node).partition(" -- ")[0])
         if exports:
             self.variables["-a"] = EXPORTED if exports[1] == "-" else hole("set -a")
-        if "--" in texts:
-            fails = "${!" in says(node)
-            self.positional = [self.unknown(node)] if fails else words[texts.index("--") + 1 :]
+        given = words
+        while given and texts[-len(given)] != "--" and (texts[-len(given)] or "-")[:1] in "-+":  # `-e`, and `-o NAME`
+            given = given[1 + ((texts[-len(given)] or "")[-1:] == "o") :]
+        if given:
+            given = given[texts[-len(given)] == "--" :]
+            self.positional = [self.unknown(node)] if "${!" in says(node) else given
 
     def _shift(self, node: Node, words: list[Text]) -> None:
         number, given = known(words[0]) if words else "1", self.positional
@@ -247,14 +264,6 @@ class Builtins(Texts):
             self.positional = [self.unknown(node)]
         elif unsure or count and count <= len(given):  # bash shifts by no more than there are
             self.positional = [*unsure, *given[count:]]
-
-
-def _untabbed(text: Text) -> Text:
-    """The text of a heredoc of `<<-`, without the tabs before its lines."""
-    return tuple(
-        replace(piece, text=piece.text and re.sub(r"(\n)\t+" if place else r"(\A|\n)\t+", r"\1", piece.text))
-        for place, piece in enumerate(text)
-    )
 
 
 def _formatted(words: Sequence[Text]) -> Text:

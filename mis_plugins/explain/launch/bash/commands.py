@@ -4,16 +4,18 @@ import os.path
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import dropwhile
+from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 
-from mis_plugins.config.file import text_of
+from mis_plugins.config.file import SCRIPTS, text_of
+from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.bash.builtins import DECLARES, FILLS, NAMES_TRAIN, PRINTS, Builtins, pair
 from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, Node, one_line, parsed, says
 from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LEFT, PUSHED, Value, as_words, depends
-from mis_plugins.explain.launch.reader import HERE, PACKAGES, SCRIPTS, Ended, Launch, Returned, is_train
+from mis_plugins.explain.launch.reader import HERE, PACKAGES, Ended, Launch, Returned, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, literal, shown, spaced, word_of
 
+BREAKS_LINES = re.compile("\r\n|\\A\ufeff(?!#)")  # letters to bash; a BOM before a comment does no harm
 SHELLS = ("bash", "sh", "zsh", "dash")
 STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill")
 # Commands that start nothing and write no file that they name, and those that write one.
@@ -22,7 +24,8 @@ LEAVES_FILES = ("ls", "test", "chmod", "mkdir", "touch", "head", "tail", "less",
 COPIES, EDITS = ("cp", "mv", "ln", "rm", "install", "rsync", "scp", "tee"), ("sed", "yq", "perl", "wget", "curl")
 CHANGES_WORDS = {"nocasematch", "nullglob", "failglob", "expand_aliases"}
 # What gives a shell the variables that the script exports, but for some flags; of other commands that is not known.
-HANDS_ON = ("env", "exec", "nohup", "nice", "timeout", "setsid", "stdbuf", "srun")
+READS = ("xargs", "parallel")
+HANDS_ON = ("env", "exec", "nohup", "nice", "timeout", "setsid", "stdbuf", "srun", *READS)
 LETS_GO = ("-i", "-u", "--ignore", "--unset", "--export")
 # What starts a program in Python, wherever it stands before train.py.
 PYTHON = re.compile(r"(i?python|pypy)[\d.]*|torchrun|accelerate|deepspeed|uv|poetry")
@@ -53,6 +56,9 @@ class Commands(Builtins):
     is_sure_round = may_have_ended = False
 
     def run_text(self, script: str) -> None:
+        if (odd := BREAKS_LINES.search(script)) and not self.texts:
+            line = script.count("\n", 0, odd.start()) + 1
+            raise ConfigError(f"line {line}: bash takes a CR or BOM for a letter of a word; save with LF, without BOM")
         root, lost = parsed(script, self.reading.clock.is_over)
         if not self.texts and (named := BATCH_FOLDER.search(script)):
             self.variables[FOLDER] = literal(f"{named[1]}/")
@@ -79,19 +85,15 @@ class Commands(Builtins):
         elif name not in STARTS_NOTHING and name not in PRINTS:
             at, text = shell_of(words, "c")
             if text < len(words):
-                if is_unknown(words[text]):
+                given = fed(words, at)
+                if is_unknown(given[text]):
                     Builtins.unread(self, node, "its text is not known")
-                self._other_shell(words[:at], words[text], words[text + 1 :])
+                self._other_shell(given[:at], given[text], [*given[text + 1 :], *given[len(words) :]])
             else:
                 self._launch(node, words)
 
     def _other_shell(self, before: Sequence[Text], text: Text, given: Sequence[Text]) -> None:
-        """Read a text as another shell, which sees the variables that the script exports.
-
-        Args:
-            before: what starts the shell, with variables for it as NAME=VALUE.
-            given: its name and its arguments.
-        """
+        """Read a text as another shell, which sees what the script exports, and NAME=VALUE of the words before it."""
         starts = [shown(word) for word in before]
         is_given = not before or starts[0] in HANDS_ON and not any(word.startswith(LETS_GO) for word in starts)
         own: dict[str, Value] = {FOLDER: self._folder(), "@": list(given[1:])}
@@ -112,11 +114,7 @@ class Commands(Builtins):
             self.attempt(lambda: self.evaluate(text))
 
     def _within(self, positional: list[Text], source: int, work: Callable[[], object], shares: bool = False) -> None:
-        """Run a function, a sourced file or an evaluated text, from which the script may return.
-
-        Args:
-            shares: whether the arguments that it sets are those of the script too.
-        """
+        """Run a function, a sourced file or a text; with `shares` the arguments that it sets are the script's too."""
         with self.deeper(), self.now(positional=positional, source=source, returned=[]):
             try:
                 work()
@@ -136,9 +134,7 @@ class Commands(Builtins):
         if at is None or not starts or programs[:1] and programs[0] in (*LEAVES_FILES, *COPIES, *EDITS):
             self._other(node, words)
             return
-        if readers := [hole(f"what {name} reads") for name in programs if name in ("xargs", "parallel")]:
-            mark = (re.findall(r"(?<= -I) ?(\S+)", " ".join(texts[:at])) or ["{"])[-1]  # stands for what is read
-            words = [*(hole(shown(word)) if mark in shown(word) else word for word in words), *readers]
+        words = fed(words, at)
         name, arguments = node.child_by_field_name("name"), node.children_by_field_name("argument")
         ends = [child.end_byte for child in arguments if says(child) not in ('"$@"', "$@")]
         if not ends and name is not None and not re.match(r'"?\$\{?[@*\d]', says(name)):
@@ -187,13 +183,20 @@ class Commands(Builtins):
         self.reading.ended = f": the script exits in line {self.lines(node)[0]}"
         raise Ended
 
+    def _exec(self, node: Node, words: list[Text]) -> None:
+        """A command in the shell's place, behind which nothing runs; without a command it redirects alone."""
+        self.call(node, words)
+        if words:
+            self._exit(node, words)
+
     def _end_round(self, node: Node, words: list[Text]) -> None:
         if self.is_sure_round:
             raise RoundEnded(says(node).startswith("break"))
         self.may_have_ended = True
 
     def _return(self, node: Node, words: list[Text]) -> None:
-        raise Returned(dict(self.variables))
+        if self.depth:  # at the top of a script it fails, and bash goes on
+            raise Returned(dict(self.variables))
 
     def _source(self, node: Node, words: list[Text]) -> None:
         """Read a file that the script sources, where it can be found."""
@@ -252,11 +255,7 @@ class Commands(Builtins):
             self.unread(node, "its text is not known")
 
     def evaluate(self, text: Text, shares: bool = False) -> None:
-        """Read a text as a script, with a variable in place of each part that is not known.
-
-        Args:
-            shares: whether the variables that it sets are those of the script too.
-        """
+        """Read a text as a script, with a variable in place of each part not known; `shares` keeps what it sets."""
         with self.now(variables=self.variables if shares else dict(self.variables)):
             script = "".join(map(self._evaluated, self.reading.paid(text)))
             self._within(self.positional, len(self.texts), lambda: self.run_text(script), shares)
@@ -274,11 +273,11 @@ class Commands(Builtins):
         return script
 
 
-OF_BASH = ("source", "eval", "exit", "return", "trap", "cd", "pushd", "popd", "set", "shift", "shopt")
+OF_BASH = ("source", "eval", "exec", "exit", "return", "trap", "cd", "pushd", "popd", "set", "shift", "shopt")
 COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {
     **{name: getattr(Commands, f"_{name}") for name in OF_BASH},
     ".": Commands._source,
-    **dict.fromkeys(("exec", "time"), lambda shell, node, words: shell.call(node, words)),
+    "time": lambda shell, node, words: shell.call(node, words),
     **dict.fromkeys(ENDS_ROUND, Commands._end_round),
     **dict.fromkeys(("command", "builtin"), Commands._past_functions),
 }
@@ -290,8 +289,31 @@ def is_unknown(word: Text) -> bool:
 
 
 def shell_of(words: Sequence[Text], switch: str) -> tuple[int, int]:
-    """Where a shell stands among words, and what follows its switch, as `bash -c TEXT`; the end is nowhere."""
-    programs = [word_of(word).text.rpartition("/")[2] for word in words]
-    at = next((place for place, program in enumerate(programs) if program in SHELLS), len(programs))
-    switches = (i for i, program in enumerate(programs[at:], at + 1) if re.fullmatch(f"-[A-Za-z]*{switch}", program))
-    return at, next(switches, len(programs))
+    """Where a shell stands among words, and what follows its switch before any file, as `bash -c TEXT`, or the end."""
+    texts = [word_of(word).text for word in words]
+    at = next((i for i, text in enumerate(texts) if text.rpartition("/")[2] in SHELLS), len(texts))
+    is_entry = any("--entrypoint" in text for text in texts[: at + 1])  # of Docker, whose image stands behind it
+    pairs = enumerate(pairwise(texts[at:]), at + 2)
+    own = takewhile(lambda pair: is_entry or pair[1][1][:1] in ("-", "+", HOLE) or pair[1][0][-1:] in "oO", pairs)
+    return at, next((i for i, (_, text) in own if re.fullmatch(f"-[A-Za-z]*{switch}", text)), len(texts))
+
+
+def fed(words: Sequence[Text], count: int) -> list[Text]:
+    """The words of a command that one of the first `count` starts, with what `xargs` and the like read for it."""
+    before = [word_of(word).text for word in words[:count]]
+    programs = [word.rpartition("/")[2] for word in before]
+    readers = [hole(f"what {name} reads") for name in programs if name in READS]
+    if not readers and "find" not in programs:
+        return [*words]
+    named = re.findall(r" (?:-I ?|--replace=)(\S+)", " ".join(before))
+    mark = re.escape(named[-1]) if named else r"(?<!\$)\{[^{}\s]*\}"
+    own = takewhile(lambda word: readers or known(word) not in (";", "+"), words)
+    whole = ((replace(word[0], text=known(word)),) if known(word) else word for word in own)
+    return [*(tuple(part for piece in word for part in _marked(piece, mark)) for word in whole), *readers]
+
+
+def _marked(piece: Piece, mark: str) -> Text:
+    """A part of a word, with a part that is not known wherever the mark stands."""
+    cut = [replace(piece, text=part, span=None) for part in re.split(f"({mark})", piece.text or "")]
+    parts = (hole(part.text or "", piece.lines)[0] if place % 2 else part for place, part in enumerate(cut))
+    return tuple(parts) if cut[1:] else (piece,)

@@ -51,11 +51,7 @@ WITHIN_STATEMENTS = ("do_group", "case_item", "if_statement", "case_statement", 
 def parsed(script: str, is_over: Callable[[], bool]) -> tuple[Node, list[Node]]:
     """The tree of a script, and the keywords in it that the parser took for commands.
 
-    Args:
-        is_over: asked while the parser works; True stops it.
-
-    Raises:
-        ConfigError: the parser is not installed, is too old, or was stopped.
+    It raises ConfigError where the parser is not installed, is too old, or `is_over` stopped it.
     """
     try:
         import tree_sitter
@@ -69,7 +65,8 @@ def parsed(script: str, is_over: Callable[[], bool]) -> tuple[Node, list[Node]]:
     script = WITHIN.sub(lambda match: b" " * len(match[0]), LAST.sub(rb" \1", script.encode())).decode()
     seen = LOOKED_UP.sub(lambda match: match[1] + "x" * len(match[2].encode()), script)
     seen = WITHIN_WORD.sub(lambda match: match[1] + ":" * len(match[2].encode()) if match[1] else match[0], seen)
-    source = bytearray(BEHIND_HEREDOC.sub(_blanked, seen).encode())
+    seen = BEHIND_HEREDOC.sub(lambda match: (match[1] or match[3]) + " " * len((match[2] or match[4]).encode()), seen)
+    source = bytearray(seen.encode())
     # The parser can be stopped only where it asks for pieces. Nodes are safe to read only where it had the whole: a
     # function that fails while a node asks it for text ends the process.
     try:
@@ -80,11 +77,6 @@ def parsed(script: str, is_over: Callable[[], bool]) -> tuple[Node, list[Node]]:
     source[:] = script.encode()
     lost = tree_sitter.QueryCursor(_keywords(language)).captures(tree.root_node).get("word", [])
     return tree.root_node, sorted(lost, key=lambda keyword: keyword.start_byte)
-
-
-def _blanked(match: re.Match[str]) -> str:
-    kept, gone = match[1] or match[3], match[2] or match[4]
-    return kept + " " * len(gone.encode())
 
 
 @cache
@@ -182,11 +174,14 @@ def succeeds(statement: Node) -> bool:
 
 def is_bare(node: Node) -> bool:
     """Whether bash cuts a part of a test into words, and drops one that is empty, as `$A` in `[ -n $A ]`."""
-    test: Node | None = node
-    while test is not None and test.type != "test_command":
-        test = test.parent
-    is_expanded = re.fullmatch("[^'\"]*[$`][^'\"]*", says(node)) is not None
-    return is_expanded and test is not None and says(test.children[0]) == "["
+    return re.fullmatch("[^'\"]*[$`][^'\"]*", says(node)) is not None and is_single(node)
+
+
+def is_single(node: Node | None) -> bool:
+    """Whether a node stands in a test with one bracket."""
+    while node is not None and node.type != "test_command":
+        node = node.parent
+    return node is not None and says(node.children[0]) == "["
 
 
 def set_within(node: Node) -> Iterator[tuple[str, Node]]:

@@ -12,7 +12,7 @@ from mis_plugins.explain.launch.bash import grammar
 from mis_plugins.explain.launch.bash.builtins import DECLARES, FILLS, NAMES_TRAIN
 from mis_plugins.explain.launch.bash.commands import COMMANDS, Commands, RoundEnded, shell_of
 from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, EXPANSIONS, QUOTED, Node, one_line, parts_of, says
-from mis_plugins.explain.launch.bash.texts import EXPORTED, TEXT, depends, is_one, maybe
+from mis_plugins.explain.launch.bash.texts import EXPORTED, PATTERN, TEXT, depends, is_one, maybe
 from mis_plugins.explain.launch.reader import UNCALLED, Clause, all_of, any_of
 from mis_plugins.explain.launch.words import HOLE, hole, known, literal, shown
 
@@ -68,9 +68,7 @@ class Shell(Commands):
     def _status(self, node: Node, trusts: bool = True) -> bool | None:
         """Run a part of a list; whether it succeeds, None where only running the script would tell.
 
-        Args:
-            trusts: whether a part of which nothing is known is taken to succeed, as `cd` before a start is. What
-                decides a value, or where a loop ends, takes nothing so.
+        With `trusts` a part of which nothing is known succeeds, as `cd` before a start; what decides a value has none.
         """
         if node.type != "list":
             truth = self.truth(node)
@@ -131,7 +129,11 @@ class Shell(Commands):
         """Whether a condition holds; None where only running the script would tell."""
         if node.type == "command":
             words = self.command_words(node)
-            return {"true": True, "false": False}.get(known(words[0]) or "") if words else None
+            always = {"true": True, "false": False} | ({} if self.depth else {"return": False})
+            return always.get(known(words[0]) or "") if words else None
+        if node.type == "redirected_statement":
+            body = node.child_by_field_name("body")
+            return self.truth(body) if body is not None and body.type == "command" else None
         if node.type == "parenthesized_expression":
             return self.truth(node.named_children[0]) if len(node.named_children) == 1 else None
         if node.type == "test_command":
@@ -169,6 +171,8 @@ class Shell(Commands):
             return getattr(operator, sign[1:])(*map(int, both)) if are_plain else None
         if "" in [known(self.text(side)) for side in (left, right) if grammar.is_bare(side)]:
             return False  # bash ends the test with an error
+        if grammar.is_single(right) and right.type not in QUOTED and PATTERN.search(known(self.text(right)) or "*"):
+            return None  # which takes a pattern for text, or for names of files
         fits = matches(tested, self._pattern(right))
         return None if fits is None else fits == (sign != "!=")
 

@@ -24,6 +24,10 @@ ESCAPED = re.compile(r'\\(["$`\\\n])')
 DEFAULTS = (":-", "-", ":=", "=")
 # Items of a list that may be empty under `set -u`: `${A[@]+"${A[@]}"}`, `${1+"$@"}` and `"${A[@]:-}"`.
 GUARDED = re.compile(r'\$\{(?:(\w+\[@\]|@):?(?:-|\+("?)\$\{\1\}\2)|[1@]:?\+("?)\$(@)\3)\}')
+# A word in whose place bash puts the names of files that fit it; no file is named as `KEY=*` is.
+PATTERN = re.compile(r"(?:[^\\=*?]|\\.)*[*?]")
+# An argument in a heredoc, of which the parser makes no node behind other text.
+ARGUMENT = re.compile(r"(?<!\\)\$([0-9@*#?])")
 # Letters of what `${!A}` takes for the name of a variable.
 OF_A_NAME = re.compile(r"[\w@*#?!$\[\]-]*")
 # A part of an evaluated text that is not known.
@@ -53,7 +57,7 @@ class Texts(Reader):
         self.functions: dict[str, tuple[Node, int]] = {}
         self.locals: dict[str, Value | None] | None = None
         self.held: list[dict[str, Value | None]] = []
-        self.own_name = literal(str(path))
+        self.own_name = hole("$0") if path.suffix == ".py" else literal(str(path))
         self.ran: set[tuple[int, int]] = set()
         self.unused: set[tuple[int, int]] = set()
         self.replaced: set[tuple[int, int, int]] = set()
@@ -107,7 +111,8 @@ class Texts(Reader):
         if name == "0":
             return self.own_name
         if name.isdigit():
-            return next(iter(self._argument(name)), self.unknown(node))
+            is_whole = not name[1:] or node.type == "expansion"  # `$10` is `$1`, and a letter behind it
+            return next(iter(self._argument(name) if is_whole else ()), self.unknown(node))
         value = self.positional if name in ("@", "*") else self.variables.get(name)
         if value is None:
             return self.unknown(node)
@@ -153,10 +158,10 @@ class Texts(Reader):
             self.reading.spend(1 + len(listed))
             return listed
         braces = BRACES.fullmatch(says(node)) if node.type in ("word", "concatenation") else None
-        if braces:
+        if braces and not is_pattern(node):
             expanded = [f"{braces[1]}{item}{braces[3]}" for item in braces[2].split(",")]
             return [self.literal(item, node) for item in expanded if item]
-        if is_braced(node):
+        if is_braced(node) or is_pattern(node):
             self.text(node)  # sets what its expansions set
             return [self.unknown(node)]
         text = self.text(node)
@@ -201,7 +206,9 @@ class Texts(Reader):
 
     def _split(self, text: Text) -> list[Text]:
         """The words of an expansion without quotes; not known where the script sets other letters to cut at."""
-        return [hole(shown(text))] if text and "IFS" in self.variables else fields(text)
+        if text and "IFS" in self.variables:
+            return [hole(shown(text))]
+        return [hole(shown(word)) if PATTERN.match(shown(word)) else word for word in fields(text)]
 
     def _may_be_several(self, part: Node) -> bool:
         """Whether a part of a word makes several words: items of an array, or blanks that no quotes hold."""
@@ -209,7 +216,7 @@ class Texts(Reader):
             return True
         is_split = part.type in EXPANSIONS and part.parent is not None and part.parent.type == "concatenation"
         texts = (piece.text for piece in self.text(part)) if is_split else ()
-        return any(text is not None and text.split() != [text] for text in texts)
+        return any(text is not None and (text.split() != [text] or PATTERN.match(text)) for text in texts)
 
     def _listed(self, node: Node) -> list[Text] | None:
         """The words of an array that stands alone, quoted or not."""
@@ -277,29 +284,27 @@ class Texts(Reader):
             return self.unknown(node)
         return self.literal(re.sub(r"\\.", lambda match: codecs.decode(match[0], "unicode_escape"), source), node)
 
-    def _concatenated(self, node: Node) -> Text:
-        """The parts of one word; the parser ends the word `{a$1` behind its dollar."""
-        if node.children[-1].type == "$":
-            return self.unknown(node)
-        return self.mixed(node, node.start_byte, node.end_byte)
-
     def mixed(self, node: Node, begin: int, end: int) -> Text:
         """Text with expansions in it; the parser gives no node to some of the plain parts."""
-        source, place = node.text or b"", begin
-        parts: list[Text] = []
+        source, place, parts = node.text or b"", begin, list[Text]()
+        if node.type == "concatenation" and node.children[-1].type == "$":  # where the parser ends the word `{a$1`
+            return self.unknown(node)
 
-        def plain(upto: int) -> None:
+        def add(upto: int) -> None:
             text = source[place - node.start_byte : upto - node.start_byte].decode(errors="replace")
-            is_open = "`" in text.replace("\\`", "")  # a command in backticks, of which a heredoc has no node
-            text = text if node.type == "concatenation" else ESCAPED.sub(lambda match: match[1].strip("\n"), text)
-            parts.append(hole(text, self.lines(node)) if is_open else self.literal(text, node, place, upto))
+            if "`" in text.replace("\\`", ""):  # a command in backticks, of which a heredoc has no node
+                parts.append(hole(text, self.lines(node)))
+                return
+            for count, part in enumerate(ARGUMENT.split(text) if node.type == "heredoc_body" else [text]):
+                plain = part if node.type == "concatenation" else ESCAPED.sub(lambda match: match[1].strip("\n"), part)
+                parts.append(self._valued(node, part) if count % 2 else self.literal(plain, node, place, upto))
 
         for child in node.named_children:
             if child.type not in ("string_content", "heredoc_content"):
-                plain(child.start_byte + blanks_before(child))
+                add(child.start_byte + blanks_before(child))
                 parts.append(self.text(child))
                 place = child.end_byte
-        plain(end)
+        add(end)
         return self.reading.paid(tuple(piece for part in parts for piece in part))
 
     def _braced(self, node: Node) -> Text:
@@ -318,14 +323,10 @@ class Texts(Reader):
             value = self._first(value, node) if value else None
         text = spaced(value) if isinstance(value, list) else value or ()
         if says(node).endswith("#*=}") and (content := known(text)) is not None:
-            return self._behind_key(node, content)
+            cut = content.rpartition if "##" in says(node) else content.partition  # the key of `--key=value`
+            return literal(cut("=")[2] if "=" in content else content, self.lines(node))
         self.used |= literals_of(text)
         return self._operated(node, name, value, text, whole)
-
-    def _behind_key(self, node: Node, content: str) -> Text:
-        """`${1#*=}` and `${1##*=}`, which take the key off `--key=value`."""
-        cut = content.rpartition if "##" in says(node) else content.partition
-        return literal(cut("=")[2] if "=" in content else content, self.lines(node))
 
     def _operated(self, node: Node, name: str, value: Value | None, text: Text, whole: bool) -> Text:
         """What the operator of `${NAME...}` makes of the value, which `text` holds with blanks between items."""
@@ -398,7 +399,7 @@ TEXT: dict[str, Callable[[Texts, Node], Text]] = {
     "ansi_c_string": Texts._ansi,
     "string": lambda shell, node: shell.mixed(node, node.start_byte + 1, node.end_byte - 1),
     "translated_string": lambda shell, node: shell.text(node.named_children[-1]),
-    "concatenation": Texts._concatenated,
+    "concatenation": lambda shell, node: shell.mixed(node, node.start_byte, node.end_byte),
     "simple_expansion": lambda shell, node: shell._valued(node, says(node).removeprefix("$")),
     "expansion": Texts._braced,
     "command_substitution": lambda shell, node: shell._substituted(node),
@@ -423,6 +424,12 @@ def is_braced(word: Node) -> bool:
         return False
     within = re.sub(r"\\.", "", "".join(open_parts)).partition("{")[2].rpartition("}")[0]
     return "," in within or bool(re.search(r"\w\.\.\w", within))
+
+
+def is_pattern(word: Node) -> bool:
+    """Whether bash may put names of files in place of a word."""
+    parts = word.named_children if word.type == "concatenation" else [word]
+    return PATTERN.match("".join(says(part) for part in parts if part.type == "word")) is not None
 
 
 def depends(word: Text) -> bool:

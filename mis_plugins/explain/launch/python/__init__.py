@@ -1,7 +1,4 @@
-"""Launchers in Python, read as a syntax tree and never executed: the command line that each start of train.py gets.
-
-The values of a dataclass of arguments are its defaults, and what the user gives on the launcher's command line.
-"""
+"""Launchers in Python, read as a syntax tree and never executed: the command line that each start of train.py gets."""
 
 import ast
 import warnings
@@ -14,13 +11,9 @@ from mis_plugins.explain.launch.reader import Launch, Reading
 
 
 def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str] = ()) -> list[Launch]:
-    """Every start of train.py in a launcher.
+    """Every start of train.py in a launcher, to which the user gives a command, where it has several, and options.
 
-    Args:
-        arguments: what the user gives to the launcher: its command, where it has several, and options.
-
-    Raises:
-        ConfigError: the launcher is no Python, nests deeper than any launcher does, or takes no such option.
+    It raises ConfigError where the launcher is no Python, nests deeper than any launcher, or takes no such option.
     """
     try:
         launcher = Launcher(script, path, reading, arguments)

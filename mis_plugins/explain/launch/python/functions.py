@@ -30,7 +30,7 @@ class Functions(Expressions):
 
     def call(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any], is_sure: bool = True) -> Any:
         """The value of a call, which gives further arguments where it is not sure that those are all."""
-        self.called.add(node)
+        self.called.add(node.args)
         with self.deeper():
             frames, around = [*self.frames, self.parameters(node, given, named, is_sure)], self.enclosing.get(node, [])
             with self.now(frames=frames, returned=[], outside={}, around=around):
@@ -178,9 +178,7 @@ def defaults_of(node: ast.FunctionDef) -> Iterator[tuple[ast.arg, ast.expr | Non
 def _options(command: str, words: Sequence[str], kinds: Mapping[str, str], is_open: bool) -> dict[str, Any]:
     """The values that a command line sets, read as click does: what takes a value takes the next word, whatever it is.
 
-    Args:
-        kinds: the types of the options.
-        is_open: whether there may be others; of those a word that begins as an option is no value.
+    With `is_open` there may be options beside those of `kinds`; of those a word that begins as an option is no value.
     """
     values: dict[str, Any] = {}
     listed = list(words)

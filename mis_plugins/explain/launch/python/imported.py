@@ -5,7 +5,8 @@ import base64
 import os.path
 import re
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from dataclasses import replace
+from functools import partial, reduce
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -42,12 +43,16 @@ class Imported(Functions):
         folder = self.folder_of(named.get("cwd"))
         if name == "chdir" and given:
             self.folder = folder = self.folder_of(given[0])
+        if ast.unparse(node.func) == "shlex.split" and given:  # which parts words at the ends of lines too
+            pieces = (replace(piece, text=piece.text and piece.text.replace("\n", " ")) for piece in as_text(given[0]))
+            given = [tuple(pieces), *given[1:]]
         if name in RUNS_A_FILE and given:
             given = [(*as_text(given[0]), Piece(" "), *hole("sys.argv")), *given[1:]]
         for value in (*given, *named.values()):
             if isinstance(value, ast.FunctionDef):
-                if name not in TELLS:
-                    self.call_back(node, value)
+                if name not in (*TELLS, "run") and value.args not in self.called:  # `typer.run` reads a command line
+                    call = partial(self.call, value, [], {}, is_sure=False)  # with any arguments, or not at all
+                    self.fork(says(node), call, lambda: None)
                 continue
             if name not in TELLS:
                 with self.now(folder=folder):
@@ -58,7 +63,8 @@ class Imported(Functions):
                 self.write(shown(value), self.unknown(node), adds=True)
         if name in GIVE_NOTHING:
             return ()
-        if name in ("exit", "_exit", "quit") and name_of(getattr(node.func, "value", None)) in ("", "sys", "os"):
+        owner = name_of(getattr(node.func, "value", None))
+        if name in ("exit", "_exit", "quit") and owner in ("", "sys", "os") or owner == "os" and name[:4] == "exec":
             self.reading.ended = f": with these arguments the launcher exits in line {node.lineno}"
             raise Ended
         if name in SET_ANY_NAME:
@@ -166,11 +172,6 @@ class Imported(Functions):
         value = self.visit_Name(ast.Name(name))
         command = value if isinstance(value, list) else fields(as_text(value))
         return bool(command[1:]) and any(is_train(with_holes(word)) for word in command if isinstance(word, tuple))
-
-    def call_back(self, node: ast.Call, function: ast.FunctionDef) -> None:
-        """Read a function that another one gets, which may call it with any arguments, unless it is read already."""
-        if function not in self.called and name_of(node.func) != "run":  # `typer.run` reads a command line
-            self.fork(says(node), lambda: self.call(function, [], {}, is_sure=False), lambda: None)
 
     def hand_on(self, value: Any) -> None:
         """Keep the words that a function gets, which may name a file that it writes; those of a start do not."""

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from mis_plugins.explain.launch.bash.builtins import NAMES_TRAIN
@@ -28,17 +29,27 @@ class Launcher(Imported):
             self.run_commands()
         if self.options and self.of_fields is None:
             self.reading.unread[0] = f"{' '.join(self.options)}: no command is seen that takes it"
-        functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and not node.decorator_list)
-        for node in functions:
-            if node not in self.called and re.search(rf"\b{STARTS}|{NAMES_TRAIN.pattern}", ast.unparse(node)):
-                self.reading.unread[node.lineno] = f"def {node.name}: {UNCALLED}"
+        for node in (part for part in ast.walk(tree) if isinstance(part, ast.FunctionDef | ast.Lambda)):
+            is_read = node.args in self.called or getattr(node, "decorator_list", [])
+            if not is_read and re.search(rf"\b{STARTS}|{NAMES_TRAIN.pattern}", ast.unparse(node)):
+                name = f"def {node.name}" if isinstance(node, ast.FunctionDef) else "lambda"
+                self.reading.unread[node.lineno] = f"{name}: {UNCALLED}"
 
     def visit_Expr(self, node: ast.Expr) -> None:
         self.visit(node.value)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.store(node.name, node)
-        self.define(node)
+        function = copy(node)  # each call of the function around it makes another
+        self.store(node.name, function)
+        self.define(function)
+
+    def visit_Lambda(self, node: ast.Lambda) -> Any:
+        """A function without a name; one with defaults is not known, since each round of a loop may give it others."""
+        if node.args.defaults or any(node.args.kw_defaults):
+            return self.unknown(node)
+        function = ast.FunctionDef("lambda", node.args, [ast.copy_location(ast.Return(node.body), node)], [])
+        self.define(ast.copy_location(function, node))
+        return function
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.store(node.name, node)

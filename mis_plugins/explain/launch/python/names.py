@@ -61,7 +61,7 @@ class Names(Reader, ast.NodeVisitor):
         self.records: list[Record] = []
         self.alternatives: dict[int, tuple[Any, Any, Any]] = {}  # of two lists, dicts or records, each with its address
         self.hosts: set[str] = set()
-        self.called: set[ast.FunctionDef] = set()  # functions that were read
+        self.called: set[ast.arguments] = set()  # of the functions that were read
 
     @property
     def locals(self) -> dict[str, Any]:
