@@ -31,7 +31,7 @@ from mis_plugins.errors import UserError
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import INTERRUPTED, Gone, add_version, importing, is_foreign, not_installed
 from mis_plugins.shared.shell import REFUSED as FAILED
-from mis_plugins.shared.terminal import print_error, print_table, printable
+from mis_plugins.shared.terminal import print_error, print_table, printable, tell
 from true_on_policy.contract.specs import at
 from true_on_policy.errors import ContractError, DifferenceError, EngineError
 
@@ -122,7 +122,8 @@ def verify(arguments: argparse.Namespace) -> int:
     check_model(arguments.model)
     if arguments.prompts is not None:
         prompt_lines(arguments.prompts)
-    with importing():  # torch and transformers: seconds
+    tell("loading torch and transformers")
+    with importing():
         from true_on_policy.models import tiny  # noqa: F401
         from true_on_policy.verify import verification
 
