@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
@@ -126,6 +127,13 @@ CONTRACT_ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+SPELLED = {
+    **{"trainer tensor parallel": "--tp", "engine tensor parallel": "--engine-tp", "context parallel": "--cp"},
+    **{"--tensor-model-parallel-size": "--tp", "--context-parallel-size": "--cp"},
+    "--rollout-num-gpus-per-engine": "--engine-tp",
+}
+
+
 def add_contract_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, settings in CONTRACT_ARGUMENTS.items():
         parser.add_argument(flag, **settings)
@@ -166,14 +174,14 @@ def contract_of(arguments: argparse.Namespace) -> GpuContract:
     context = arguments.cp or 1
     shared = context if backend == "megatron" else 1
     tensor = gpu.fewest_ranks(model, backend, shared) // shared if arguments.tp is None else arguments.tp
-    return gpu.model_contract(
-        model,
-        backend,
-        trainer_tp=tensor,
-        engine_tp=tensor * shared if arguments.engine_tp is None else arguments.engine_tp,
-        context_parallel=context,
-        engine_gemm=arguments.gemm or TRAINER_GEMMS[backend],
-    )
+    engine = tensor * shared if arguments.engine_tp is None else arguments.engine_tp
+    gemm = arguments.gemm or TRAINER_GEMMS[backend]
+    try:
+        return gpu.model_contract(
+            model, backend, trainer_tp=tensor, engine_tp=engine, context_parallel=context, engine_gemm=gemm
+        )
+    except ContractError as error:  # quotes the flags that the user typed
+        raise ContractError(reduce(lambda text, pair: text.replace(*pair), SPELLED.items(), str(error))) from error
 
 
 logger = logging.getLogger("true_on_policy")
