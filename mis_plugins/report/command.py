@@ -46,9 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= wait <= LONGEST_WAIT:
         raise InputError(f"--every: got {wait:g}; give seconds from 0 to {LONGEST_WAIT}")
     if arguments.every is not None and not arguments.watch:
-        raise InputError(
-            f"--every: got {wait:g}, and without --watch there is one look; add --watch, or leave --every out"
-        )
+        raise InputError(f"--every: got {wait:g}, and without --watch there is one look; add --watch, or drop --every")
     if arguments.output.is_file():
         raise InputError(f"--output {arguments.output}: is a file; name a folder")
     finish_killed(arguments.output)

@@ -73,9 +73,7 @@ class Heads:
                 raise ValueError(heads)
             return heads
         except Exception as error:  # the file is a stranger's
-            raise RecordError(
-                f"--model {checkpoint}: no config.json with the attention heads: {reason(error)}"
-            ) from error
+            raise RecordError(f"--model {checkpoint}: no config.json with attention heads: {reason(error)}") from error
 
     @property
     def width(self) -> int:

@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from logging import ERROR, getLogger
 from math import ceil
@@ -34,8 +34,7 @@ FIELD = re.compile(r"(?<![\w.])contract\.(\w+)")  # a field of the contract, as 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    certificate, _, _ = certified(arguments)
-    return EXIT[certificate.verdict]
+    return EXIT[certified(arguments)[0].verdict]
 
 
 def certified(arguments: argparse.Namespace) -> tuple[Certificate, Evidence, Evidence]:
@@ -71,16 +70,14 @@ def check(arguments: argparse.Namespace) -> None:
     for side, specs in (("engine", ENGINES), ("trainer", TRAINERS)):
         name, able = getattr(arguments, side), [name for name, spec in specs.items() if spec.splits]
         if getattr(arguments, f"{side}_tensor_parallel") > 1 and name not in able:
-            raise ContractError(
-                f"--{side}-tensor-parallel: {name} runs on one rank; choose --{side} {' or '.join(able)}"
-            )
+            others = " or ".join(able)
+            raise ContractError(f"--{side}-tensor-parallel: {name} runs on one rank; choose --{side} {others}")
     agreed(arguments)
 
 
 def agreed(plan: argparse.Namespace) -> Contract:
     """Return the contract of a command line, at the shapes of no model yet."""
-    ranks = plan.trainer_tensor_parallel, plan.engine_tensor_parallel
-    return Contract(plan.dtype, plan.norm_order, *ranks, plan.leaves)
+    return Contract(**{field.name: getattr(plan, field.name) for field in fields(Contract) if field.name != "shapes"})
 
 
 def title(plan: argparse.Namespace) -> str:
