@@ -219,9 +219,7 @@ def _asked(arguments: argparse.Namespace) -> GpuContract | None:
     if not given:
         return None
     flags = ", ".join(given)
-    raise ContractError(
-        f"{flags}: without effect, the trainer's file states its contract; drop --trainer-dump or {flags}"
-    )
+    raise ContractError(f"{flags}: without effect beside --trainer-dump, whose file states the contract; drop either")
 
 
 WEIGHTS = """Are the weights of a running engine those of a checkpoint, bit for bit?
