@@ -38,7 +38,7 @@ RECIPE = (
 ).split()
 # The geometric bounds are wide: int3 weights mismatch a hundred times as much as a real engine does.
 WEIGHT = {"level": "token", "upper": 2.0, "normalize": {"scope": "micro_batch", "over": "valid"}}
-CORRECTION = {"weight": WEIGHT, "reject": [{"over": "mean", "lower": 0.8, "upper": 1.25}]}
+CORRECTION = {"weight": WEIGHT, "reject": [{"over": "mean", "lower": 0.8, "upper": 1.25}], "metrics": "core"}
 RUNS: dict[str, dict[str, Any] | None] = {"uncorrected": None, "corrected": CORRECTION}
 """What --custom-config-path holds under `mis:` in each run; None without the hook."""
 

@@ -31,7 +31,7 @@ from mis_plugins.errors import UserError
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import INTERRUPTED, Gone, add_version, importing, is_foreign, not_installed
 from mis_plugins.shared.shell import REFUSED as FAILED
-from mis_plugins.shared.terminal import print_error, print_table, printable
+from mis_plugins.shared.terminal import print_error, print_table, printable, tell
 from true_on_policy.contract.specs import at
 from true_on_policy.errors import ContractError, DifferenceError, EngineError
 
@@ -91,9 +91,8 @@ def add_verify(subparsers: Subparsers) -> None:
     parser.add_argument("--model", default="tiny-qwen3", help=models)
     prompts = f"real prompts, one a line; {BUILTIN} takes 128 of ours; else random tokens"
     parser.add_argument("--prompts", metavar="FILE", help=prompts)
-    parser.add_argument(
-        "--dtype", default="fp32", choices=get_args(DtypeName), help="of the matrix products (default: %(default)s)"
-    )
+    dtype = "of the matrix products (default: %(default)s)"
+    parser.add_argument("--dtype", default="fp32", choices=get_args(DtypeName), help=dtype)
     tokens = "how many to compare, at least (default: %(default)s); a run goes on until each situation was asked for"
     parser.add_argument("--tokens", type=whole, default=2000, help=tokens)
     order = "whose order of rounding RMSNorm follows on both sides, which matters in bf16 (default: %(default)s)"
@@ -101,13 +100,10 @@ def add_verify(subparsers: Subparsers) -> None:
     ranks = "ranks that share a row-parallel weight (default: %(default)s)"
     parser.add_argument("--trainer-tensor-parallel", type=whole, default=1, metavar="RANKS", help=ranks)
     parser.add_argument("--engine-tensor-parallel", type=whole, default=1, metavar="RANKS", help=ranks)
-    leaves = (
-        "parts of the tree in which both sides add up a row-parallel product: a power of two (default: %(default)s)"
-    )
+    leaves = "parts of the tree that adds up a row-parallel product: a power of two (default: %(default)s)"
     parser.add_argument("--leaves", type=whole, default=1, help=leaves)
-    parser.add_argument(
-        "--seed", type=whole, default=0, help="of weights of a tiny model, prompts and samples (default: %(default)s)"
-    )
+    seed = "of weights of a tiny model, prompts and samples (default: %(default)s)"
+    parser.add_argument("--seed", type=whole, default=0, help=seed)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the certificate here")
     drawn = "in a checkout of mis-plugins, `python -m lab.certificate_picture FILE` draws it, with verify's arguments"
     parser.add_argument("--picture", action=Gone, successor=drawn)
@@ -122,7 +118,8 @@ def verify(arguments: argparse.Namespace) -> int:
     check_model(arguments.model)
     if arguments.prompts is not None:
         prompt_lines(arguments.prompts)
-    with importing():  # torch and transformers: seconds
+    tell("loading torch and transformers")
+    with importing():
         from true_on_policy.models import tiny  # noqa: F401
         from true_on_policy.verify import verification
 
@@ -148,9 +145,8 @@ def add_contract(subparsers: Subparsers) -> None:
     asks = "print the contract of a family of models"
     show = actions.add_parser("show", help=asks, description=CONTRACT, formatter_class=parser.formatter_class)
     show.add_argument("family", help=f"one of {', '.join(GPU_FAMILIES)}")
-    show.add_argument(
-        "--backend", choices=get_args(TrainBackend), default="megatron", help="what trains (default: %(default)s)"
-    )
+    trains = "what trains (default: %(default)s)"
+    show.add_argument("--backend", choices=get_args(TrainBackend), default="megatron", help=trains)
     show.set_defaults(run=show_contract)
 
 
@@ -194,9 +190,8 @@ def add_doctor(subparsers: Subparsers) -> None:
     from true_on_policy.engines.handover import FOLDER
     from true_on_policy.flags.command import add_contract_arguments
 
-    parser = subparsers.add_parser(
-        "doctor", help="what trainer and engine really run, and what to set", description=DOCTOR
-    )
+    asks = "what trainer and engine really run, and what to set"
+    parser = subparsers.add_parser("doctor", help=asks, description=DOCTOR)
     parser.add_argument("--engine", metavar="URL", type=url_of_engine, help=HELP)
     inside = f"what our plugin wrote inside SGLang: a file, or a folder of several engines (${FOLDER})"
     folder = os.environ.get(FOLDER) or None
@@ -223,9 +218,8 @@ def _asked(arguments: argparse.Namespace) -> GpuContract | None:
     given = [flag for flag in CONTRACT_ARGUMENTS if getattr(arguments, flag[2:].replace("-", "_")) is not None]
     if not given:
         return None
-    raise ContractError(
-        f"{', '.join(given)}: without effect, the trainer's file states its contract; leave --trainer-dump out or these"
-    )
+    flags = ", ".join(given)
+    raise ContractError(f"{flags}: without effect beside --trainer-dump, whose file states the contract; drop either")
 
 
 WEIGHTS = """Are the weights of a running engine those of a checkpoint, bit for bit?
@@ -248,8 +242,7 @@ def add_weights(subparsers: Subparsers) -> None:
     asks = "are the weights of a running engine those of a checkpoint?"
     parser = subparsers.add_parser("weights", help=asks, description=WEIGHTS)
     parser.add_argument("--engine", required=True, metavar="URL", type=url_of_engine, help=HELP)
-    folder = "a folder of Hugging Face's"
-    parser.add_argument("--trainer", required=True, metavar="CHECKPOINT", type=Path, help=folder)
+    parser.add_argument("--trainer", required=True, metavar="CHECKPOINT", type=Path, help="a folder of Hugging Face's")
     parser.set_defaults(run=weights)
 
 

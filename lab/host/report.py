@@ -84,7 +84,9 @@ def _collapsed(start: float | None, final: float | None) -> bool:
 
 def in_words(name: str, summary: Mapping[str, Any]) -> str:
     """One run in a sentence, from its numbers alone."""
-    fate = "collapsed" if summary["collapsed"] else "kept at least half of its reward"
+    without = {None: "was not evaluated", 0.0: "had no reward to lose"}
+    fate = without.get(summary["trainer_start"], "kept at least half of its reward")
+    fate = "collapsed" if summary["collapsed"] else fate
     return (
         f"{name}: the trainer policy {fate}; its held-out reward went from {_number(summary['trainer_start'])} to "
         f"{_number(summary['trainer_final'])}, the rollout policy's from {_number(summary['rollout_start'])} to "

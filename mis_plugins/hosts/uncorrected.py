@@ -236,7 +236,7 @@ def check_step_hook(config: CorrectionConfig) -> None:
     if config.on_all_rejected == "raise":
         raise ConfigError(f"{{on_all_rejected}}: raise needs {STEP_HOOK}").spelled({}, "mis.")
     if config.reports_step:
-        without = {"all": "there is no more than with mis.metrics: full", "watch": "the five of the TIS hook are all"}
+        without = {"all": "the log has no more than with mis.metrics: full", "watch": "the log has five metrics alone"}
         warn_once(f"mis.metrics: {config.metrics} needs {STEP_HOOK}; without it {without[config.metrics]}")
 
 

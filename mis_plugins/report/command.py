@@ -28,7 +28,7 @@ from mis_plugins.shared.shell import INTERRUPTED, REFUSED, importing
 from mis_plugins.shared.terminal import SECONDS, print_error, print_table, printable, tell
 
 ALARMED = 3
-NEEDED = "it takes behavior_log_probs and proximal_log_probs of tokens, or curves of kl_k3 and its like"
+NEEDED = "give behavior_log_probs and proximal_log_probs of tokens, or curves of kl_k3 and its like"
 PAGE = "report.html"
 WAIT, LONGEST_WAIT = 60.0, 86_400  # seconds
 SHOWN_PROBLEMS, SHOWN_CONFIGS, SHOWN_PATHS = 10, 8, 4
@@ -46,9 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 <= wait <= LONGEST_WAIT:
         raise InputError(f"--every: got {wait:g}; give seconds from 0 to {LONGEST_WAIT}")
     if arguments.every is not None and not arguments.watch:
-        raise InputError(
-            f"--every: got {wait:g}, and without --watch there is one look; add --watch, or leave --every out"
-        )
+        raise InputError(f"--every: got {wait:g}, and without --watch there is one look; add --watch, or drop --every")
+    if arguments.output.is_file():
+        raise InputError(f"--output {arguments.output}: is a file; name a folder")
     finish_killed(arguments.output)
     while True:
         document = read(arguments.paths, arguments)

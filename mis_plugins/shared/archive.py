@@ -35,7 +35,7 @@ class Archive:
 
     def __init__(self, path: Path):
         self.opened = Opened(path)
-        if self.opened.size < len(MARK) or self.opened.bytes_at(0, len(MARK)) != MARK:
+        if self.opened.bytes_at(0, min(self.opened.size, len(MARK)) or 1) != MARK:
             raise RecordError(f"{path}: no archive of torch.save (torch 1.6 or later)")
         self.reader = torch._C.PyTorchFileReader(self.opened.file)
         names = self.reader.get_all_records()

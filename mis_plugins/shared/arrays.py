@@ -94,6 +94,7 @@ class Npz:
 
     def __init__(self, path: Path):
         self.path, self.opened = path, Opened(path)
+        self.opened.bytes_at(0, 1)  # refuses an empty file
         self._archive = read(path, lambda: zipfile.ZipFile(self.opened.file))
         self.names = [name.removesuffix(".npy") for name in self._archive.namelist()]
         if len(set(self.names)) != len(self.names):

@@ -46,8 +46,10 @@ def reason(error: BaseException) -> str:
     # A library in Rust raises a `PanicException`, which is no `Exception`.
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8 ({error.reason})"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return text.strip().partition("\n")[0] or type(error).__name__
+    return text.strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def natural(name: object) -> list[tuple[int, str]]:
@@ -97,7 +99,7 @@ class Opened:
 
     def _check(self, offset: int, count: int) -> None:
         if offset < 0 or count < 0 or offset + count > self.size:
-            raise RecordError(f"{self.path}: names bytes beyond its end")
+            raise RecordError(f"{self.path}: {'names bytes beyond its end' if self.size else 'is empty'}")
 
     def _fill(self, offset: int, room: memoryview) -> None:
         done = 0

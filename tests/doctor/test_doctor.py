@@ -297,7 +297,7 @@ def test_a_contract_beside_that_of_the_file_is_exit_2(tmp_path: Path, capsys: py
     words = ["--backend", "megatron", "--engine-tp", "8"]
     assert main(["doctor", "--trainer-dump", str(tmp_path), *words]) == 2
     read = capsys.readouterr()
-    assert read.out == "" and read.err.startswith("--backend, --engine-tp: without effect, the trainer's file")
+    assert read.out == "" and read.err.startswith("--backend, --engine-tp: without effect beside --trainer-dump")
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,8 @@ def test_a_run_has_collapsed_when_its_last_tenth_is_below_half_its_start(final: 
 def test_a_run_without_evaluations_has_not_collapsed() -> None:
     summary = summarize([{"rollout": 0, "seconds": 1.0}])
     assert summary["trainer_final"] is None and not summary["collapsed"]
+    assert "policy was not evaluated" in in_words("x", summary)
+    assert "policy had no reward to lose" in in_words("x", summary | {"trainer_start": 0.0})
     assert summarize([])["rollouts"] == 0
 
 

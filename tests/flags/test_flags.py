@@ -80,16 +80,12 @@ def test_what_a_user_leaves_out_of_a_layout_is_chosen_so_that_it_holds(
 def test_what_a_refused_layout_is_told_to_set_holds(words: tuple[str, ...], capsys: pytest.CaptureFixture) -> None:
     """Beside the user's own context parallelism, or without any."""
     assert main(["flags", "--miles", *words]) == 2
-    told = capsys.readouterr().err
-    advised = dict(
-        re.findall(r"--(context-parallel-size|tensor-model-parallel-size|rollout-num-gpus-per-engine) (\d+)", told)
-    )
+    told = capsys.readouterr().err.rpartition(";")[2]
+    advised = dict(re.findall(r"(--cp|--tp|--engine-tp) (\d+)", told))
     both = re.findall(r"both to (\d+)", told)
-    assert ("--cp" in words) == ("context-parallel-size" in advised), "the user's own is kept or taken back"
-    context = advised.get("context-parallel-size", "1")
-    tensor, engine = (
-        advised.get(name, *both) for name in ("tensor-model-parallel-size", "rollout-num-gpus-per-engine")
-    )
+    assert ("--cp" in words) == ("--cp" in advised), "the user's own is kept or taken back"
+    context = advised.get("--cp", "1")
+    tensor, engine = (advised.get(name, *both) for name in ("--tp", "--engine-tp"))
     model = words[: 2 * ("--model" in words)]
     assert printed(capsys, *model, "--cp", context, "--tp", tensor, "--engine-tp", engine)
     assert context == dict(zip(words[::2], words[1::2], strict=True)).get("--cp", "1") or context == "1"
@@ -106,6 +102,7 @@ def test_what_a_refused_layout_is_told_to_set_holds(words: tuple[str, ...], caps
         (("--tp", "0"), "--tp: got 0; a side has 1 rank or more"),
         (("--engine-tp", "0"), "--engine-tp: got 0"),
         (("--cp", "0"), "--cp: got 0"),
+        (("--tp", "3"), "--tp 3: the tree of partial sums needs a power of two"),
     ],
 )
 def test_what_cannot_be_launched_is_exit_2(words: tuple, message: str, capsys: pytest.CaptureFixture) -> None:

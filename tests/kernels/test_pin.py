@@ -132,7 +132,7 @@ def test_a_failing_install_restores(monkeypatch, found):
     [
         ({"dtype": "fp16"}, "contract.dtype: got 'fp16'; choose one of fp32, bf16"),
         ({"norm_order": "hf"}, "contract.norm_order: got 'hf'; choose one of engine, trainer"),
-        ({"trainer_tensor_parallel": 2}, "contract.trainer_tensor_parallel: 2 but engine_tensor_parallel: 1"),
+        ({"trainer_tensor_parallel": 2}, "contract.trainer_tensor_parallel: 2 but contract.engine_tensor_parallel: 1"),
         ({"leaves": 3}, "contract.leaves: got 3; choose a power of two"),
         ({"leaves": 0}, "contract.leaves: got 0; choose a power of two"),
         (

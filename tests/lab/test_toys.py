@@ -47,6 +47,7 @@ def test_the_demonstration_corrects_where_its_name_says(tmp_path: Path) -> None:
         assert args.use_tis == (name == "corrected")
     config = from_args(runs["corrected"])
     assert config.weight is not None and config.weight.normalize is not None and config.reject
+    assert not config.reports_step, "the first run that a reader sees warns of no hook"
 
 
 def test_the_demonstration_differs_in_the_correction_alone(tmp_path: Path) -> None:

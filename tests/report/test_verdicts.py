@@ -477,6 +477,7 @@ def test_what_was_read_in_part_is_not_calm(
     [
         ("a.jsonl", b"", "holds no line"),
         ("a.jsonl", b"a story\nof two lines\n", "line 1: Expecting value"),
+        ("a.jsonl", b"\xff{}", "line 1: byte 0 is not UTF-8 (invalid start byte); holds nothing"),
         ("a.csv", b'\xef\xbb\xbf"Step";"kl_k3"\r\n1;"0,9"\r\n', "csv is not read; write one JSON object a line, as "),
         ("a.json", b"[1, 2]", "line 1: holds list, no object; write one object a line"),
         ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:12], "Compressed file ended before"),
@@ -1240,6 +1241,12 @@ def test_a_key_of_another_thing_is_no_misspelling(needed: str, key: str) -> None
 def test_numbers_without_a_step_are_told_with_the_names_of_steps(tmp_path: Path) -> None:
     verdict = judged(tmp_path, [{"epoch": 1, "train/mis_k3_kl": 0.3}])
     assert not verdict["measured"] and "name it by one of rollout, step" in verdict["headline"]
+
+
+def test_an_output_that_is_a_file_is_refused_before_the_work(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "x").touch()
+    assert main(["report", "missing", "--output", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err == f"report: --output {tmp_path / 'x'}: is a file; name a folder\n"
 
 
 @pytest.mark.parametrize("every", ["-1", "nan", "inf", "5"])

@@ -145,7 +145,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "another order of bytes": (lambda path: archive(path, b"]."  , records={"byteorder": b"big"}), "order of bytes"),
     "no archive": (lambda path: _written(path, b"PK\x03\x04" + b"x" * 99), "cannot be read"),
     "old torch": (lambda path: _written(path, pickle.dumps({})), "no archive of torch.save"),
-    "empty": (lambda path: _written(path, b""), "no archive of torch.save"),
+    "empty": (lambda path: _written(path, b""), "is empty"),
     "a pipe": (lambda path: _pipe(path), "no regular file"),
     "a folder": (lambda path: _folder(path), "no regular file"),
 }  # fmt: skip

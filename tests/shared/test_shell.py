@@ -243,7 +243,9 @@ def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
     code = HIDE.format(names=hidden, words=words.split(), command=program[0], extra=program[1])
     done = ran("-c", code, folder=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 2 and "demo is not" not in done.stderr
-    assert re.fullmatch(rf"(error: )?\w+ is not installed; pip install 'mis-plugins\[{extra}\]' .*\n", done.stderr)
+    assert re.fullmatch(
+        rf"(loading .*\n|error: )?\w+ is not installed; pip install 'mis-plugins\[{extra}\]' .*\n", done.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def test_an_engine_inherits_neither_our_environment_nor_an_emulated_triton(monke
 
 
 def test_vllm_refuses_a_tree(tmp_path: Path):
-    with pytest.raises(EngineError, match="vllm: contract.leaves: 2; SGLang alone"):
+    with pytest.raises(EngineError, match="contract.leaves: 2: vLLM adds up no tree"):
         VLLM(tmp_path, "fp32", Contract(leaves=2))
 
 

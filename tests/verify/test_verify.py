@@ -252,7 +252,7 @@ def test_a_target_without_permission_is_told_before_the_work(
     old.touch()
     for file, of, what in ((old, old, "may"), (tmp_path / "new.json", tmp_path, "the folder of the file may")):
         assert main(["verify", "--engine", "hf", "--trainer", "hf", "--json", str(file)]) == 2
-        assert capsys.readouterr().err.startswith(f"--json {file}: {what} not be written")
+        assert f"\n--json {file}: {what} not be written" in capsys.readouterr().err
         assert asked.pop() == (of, os.W_OK)
 
 
@@ -266,18 +266,16 @@ def test_a_target_without_permission_is_told_before_the_work(
         ),
         (("--tokens", "0"), "--tokens: got 0; compare one at least"),
         (("--json", "."), "--json .: is a folder; name a file"),
+        (("--model", "smollm2-135m", "--leaves", "3"), "transformers\n--leaves: got 3; choose a power"),
         (
             ("--trainer", "megatron", "--trainer-tensor-parallel", "2"),
-            "contract.trainer_tensor_parallel: 2 but engine_tensor_parallel: 1. A row-parallel layer adds",
+            "--trainer-tensor-parallel: 2 but --engine-tensor-parallel: 1. A row-parallel layer adds",
         ),
         (
             tuple("--trainer megatron --trainer-tensor-parallel 4 --leaves 4 --model tiny-qwen3-tied".split()),
-            "contract.trainer_tensor_parallel: 4 ranks cannot share the model's 6 attention heads",
+            "--trainer-tensor-parallel: 4 ranks cannot share the model's 6 attention heads",
         ),
-        (
-            ("--leaves", "16", "--model", "tiny-qwen3-tied"),
-            "contract.leaves: 16 do not divide the 712 inputs of down_proj",
-        ),
+        (("--leaves", "16", "--model", "tiny-qwen3-tied"), "--leaves: 16 do not divide the 712 inputs of down_proj"),
         (
             ("--trainer-tensor-parallel", "2", "--leaves", "2"),
             "--trainer-tensor-parallel: hf runs on one rank; choose --trainer megatron",

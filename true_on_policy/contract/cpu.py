@@ -97,9 +97,9 @@ def _check_tensor_parallel(trainer: int, engine: int, leaves: int) -> None:
         raise ContractError(f"contract.leaves: got {leaves}; choose a power of two")
     if leaves == 1 and trainer != engine:
         raise ContractError(
-            f"contract.trainer_tensor_parallel: {trainer} but engine_tensor_parallel: {engine}. A row-parallel "
-            "layer adds one partial sum per rank, so another number of ranks rounds differently; set both equal, "
-            "or contract.leaves to a power of two that both divide"
+            f"contract.trainer_tensor_parallel: {trainer} but contract.engine_tensor_parallel: {engine}. A "
+            "row-parallel layer adds one partial sum per rank, so another number of ranks rounds differently; set "
+            "both equal, or contract.leaves to a power of two that both divide"
         )
     for name, ranks in (("trainer", trainer), ("engine", engine)):
         if ranks < 1 or (leaves > 1 and leaves % ranks):

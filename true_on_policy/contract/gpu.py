@@ -248,7 +248,7 @@ def _check_layout(contract: GpuContract) -> None:
     if contract.dtype != "bf16":
         raise ContractError(f"dtype: got {contract.dtype!r}; kernels for both sides exist in bf16 alone")
     if contract.backend == "fsdp" and (contract.trainer_tp, contract.context_parallel) != (1, 1):
-        raise ContractError("fsdp: Miles's FSDP trainer is data parallel alone; set tensor and context parallel 1")
+        raise ContractError("fsdp is data parallel alone; set trainer tensor parallel 1 and context parallel 1")
     if contract.attention != "fa3":
         raise ContractError(f"attention: {contract.attention!r} {NO_TWIN}")
     if contract.size is not None:

@@ -156,9 +156,8 @@ def check_model(name: str) -> None:
         return
     folder, config = Path(name), Path(name, "config.json")
     if not config.exists():
-        raise ModelError(
-            f"--model: got {name!r}; choose one of {', '.join((*tiny_models(), *PRETRAINED))}, or a checkpoint's folder"
-        )
+        names = ", ".join((*tiny_models(), *PRETRAINED))
+        raise ModelError(f"--model: got {name!r}; choose one of {names}, or a folder with a checkpoint's config.json")
     check_config(f"--model {name}", _stated(config, "--model", ModelError))
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"--model {name}: no *.safetensors there")

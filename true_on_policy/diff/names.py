@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mis_plugins.config.file import parsed, text_of
 from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.opened import reason
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import model_config
 
@@ -72,7 +73,7 @@ class Heads:
                 raise ValueError(heads)
             return heads
         except Exception as error:  # the file is a stranger's
-            raise RecordError(f"--model {checkpoint}: no config.json with the attention heads: {error!r}") from error
+            raise RecordError(f"--model {checkpoint}: no config.json with attention heads: {reason(error)}") from error
 
     @property
     def width(self) -> int:

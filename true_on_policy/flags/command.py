@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
@@ -67,9 +68,7 @@ def check_host(args: Any, environment: Mapping[str, str] = os.environ) -> GpuCon
     """
     contract = _asked_contract(args, environment)
     if getattr(args, "rollout_external", False):
-        logger.warning(
-            "--rollout-external: Miles starts no engine with the flags checked here; ask `doctor --engine URL`"
-        )
+        logger.warning("--rollout-external: Miles starts no engine with these flags; ask `doctor --engine URL`")
     asked = REFUSALS, launch_flags(contract)
     lines = faults(args, *asked)
     for where, own in groups(args):
@@ -101,14 +100,12 @@ _GEMMS: dict[str, GemmName] = {"0": "triton_persistent", "1": "deep_gemm"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "flags", help="arguments and environment of a launch under a contract", description=__doc__
-    )
+    asks = "arguments and environment of a launch under a contract"
+    parser = subparsers.add_parser("flags", help=asks, description=__doc__)
     hosts = parser.add_mutually_exclusive_group(required=True)
     hosts.add_argument("--miles", dest="host", action="store_const", const="miles", help="the host is Miles")
-    hosts.add_argument(
-        "--slime", dest="host", action="store_const", const="slime", help="the host is slime: says what it lacks"
-    )
+    lacks = "the host is slime: says what it lacks"
+    hosts.add_argument("--slime", dest="host", action="store_const", const="slime", help=lacks)
     parser.add_argument("--env", action="store_true", help="print KEY=VALUE of the environment instead")
     add_contract_arguments(parser)
     parser.set_defaults(run=run)
@@ -126,6 +123,13 @@ CONTRACT_ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+SPELLED = {
+    **{"trainer tensor parallel": "--tp", "engine tensor parallel": "--engine-tp", "context parallel": "--cp"},
+    **{"--tensor-model-parallel-size": "--tp", "--rollout-num-gpus-per-engine": "--engine-tp"},
+    "--context-parallel-size": "--cp",
+}
+
+
 def add_contract_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, settings in CONTRACT_ARGUMENTS.items():
         parser.add_argument(flag, **settings)
@@ -140,11 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
     by_owner = {flag.owner: [each.name for each in flags if each.owner == flag.owner] for flag in flags}
     if absent := [owner for owner, names in by_owner.items() if not check_installed(owner, names)]:
         print(f"not installed here, so their flags were not checked: {', '.join(absent)}", file=sys.stderr)
-    lines = (
-        [f"{name}={value}" for name, value in contract.environment.items()]
-        if arguments.env
-        else [word for flag in flags for word in flag.words]
-    )
+    lines = [f"{name}={value}" for name, value in contract.environment.items()]
+    lines = lines if arguments.env else [word for flag in flags for word in flag.words]
     print("\n".join(lines))
     if contract.backend == "fsdp":
         print(
@@ -166,14 +167,13 @@ def contract_of(arguments: argparse.Namespace) -> GpuContract:
     context = arguments.cp or 1
     shared = context if backend == "megatron" else 1
     tensor = gpu.fewest_ranks(model, backend, shared) // shared if arguments.tp is None else arguments.tp
-    return gpu.model_contract(
-        model,
-        backend,
-        trainer_tp=tensor,
-        engine_tp=tensor * shared if arguments.engine_tp is None else arguments.engine_tp,
-        context_parallel=context,
-        engine_gemm=arguments.gemm or TRAINER_GEMMS[backend],
-    )
+    engine = tensor * shared if arguments.engine_tp is None else arguments.engine_tp
+    gemm = arguments.gemm or TRAINER_GEMMS[backend]
+    layout = {"trainer_tp": tensor, "engine_tp": engine, "context_parallel": context}
+    try:
+        return gpu.model_contract(model, backend, **layout, engine_gemm=gemm)
+    except ContractError as error:  # quotes the flags that the user typed
+        raise ContractError(reduce(lambda text, pair: text.replace(*pair), SPELLED.items(), str(error))) from error
 
 
 logger = logging.getLogger("true_on_policy")
@@ -200,9 +200,8 @@ def groups(args: Any) -> Iterator[tuple[str, argparse.Namespace]]:
             if group["worker_type"] != "placeholder" and _is_trained(args, model, group)
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning(
-            "sglang_config: %s cannot be read here (%s): the groups are not checked", path, cut(repr(error), 200)
-        )
+        why = cut(repr(error), 200)
+        logger.warning("sglang_config: %s cannot be read here (%s): the groups are not checked", path, why)
         return
     yield from sampling
 

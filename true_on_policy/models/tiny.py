@@ -115,7 +115,7 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     stated = read(index, lambda: _index(index)) if os.path.lexists(index) else {}
     files = sorted({*stated.values()} or checkpoint.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"{checkpoint}: no *.safetensors there")
+        raise ModelError(f"{checkpoint}: no folder with *.safetensors")
     weights: dict[str, Tensor] = {}
     for file in files:
         Opened(file)  # refuses a pipe, for whose writer the library waits

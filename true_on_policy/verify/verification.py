@@ -1,10 +1,11 @@
 """The verification behind `python -m true_on_policy verify`, which `__main__.py` describes: chain and control."""
 
 import argparse
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from logging import ERROR, getLogger
 from math import ceil
@@ -19,7 +20,7 @@ from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
 from true_on_policy.contract.rounding import NormOrder, agreed_order
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.engines.protocol import Engine, Sample
-from true_on_policy.errors import ContractError
+from true_on_policy.errors import ContractError, EngineError
 from true_on_policy.trainers.protocol import Trainer
 from true_on_policy.verify.certificate import Certificate, Evidence, LogProbs, Verdict, conclusion, hashes, links
 from true_on_policy.verify.prompts import Prompts, read_prompts
@@ -29,21 +30,24 @@ EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2, "incomplet
 UPDATES = 3
 SCORED_AT_ONCE = 8
 CONTROL_TOKENS = 500
+FIELD = re.compile(r"(?<![\w.])contract\.(\w+)")  # a field of the contract, as an error names it
 
 
 def run(arguments: argparse.Namespace) -> int:
-    certificate, _, _ = certified(arguments)
-    return EXIT[certificate.verdict]
+    return EXIT[certified(arguments)[0].verdict]
 
 
 def certified(arguments: argparse.Namespace) -> tuple[Certificate, Evidence, Evidence]:
     """Run and print the verification of a command line, write its certificate, and return what `verify` returns."""
     _quiet()
-    check(arguments)
-    if arguments.json:
-        check_writable(arguments.json, "--json")
-    with TemporaryDirectory(prefix="true-on-policy-") as scratch:
-        certificate, off, on = verify(arguments, Path(scratch))
+    try:
+        check(arguments)
+        if arguments.json:
+            check_writable(arguments.json, "--json")
+        with TemporaryDirectory(prefix="true-on-policy-") as scratch:
+            certificate, off, on = verify(arguments, Path(scratch))
+    except (ContractError, EngineError) as error:  # quotes the flags that the user typed
+        raise type(error)(FIELD.sub(lambda field: "--" + field[1].replace("_", "-"), str(error))) from error
     print(certificate)
     if arguments.json:
         certificate.write(arguments.json)
@@ -60,15 +64,20 @@ def _quiet() -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Check the command line before anything starts; raises ContractError where it asks no tokens or too many ranks."""
+    """Check the command line before anything starts or is fetched; raises ContractError where a flag cannot work."""
     if arguments.tokens < 1:
         raise ContractError(f"--tokens: got {arguments.tokens}; compare one at least")
     for side, specs in (("engine", ENGINES), ("trainer", TRAINERS)):
         name, able = getattr(arguments, side), [name for name, spec in specs.items() if spec.splits]
         if getattr(arguments, f"{side}_tensor_parallel") > 1 and name not in able:
-            raise ContractError(
-                f"--{side}-tensor-parallel: {name} runs on one rank; choose --{side} {' or '.join(able)}"
-            )
+            others = " or ".join(able)
+            raise ContractError(f"--{side}-tensor-parallel: {name} runs on one rank; choose --{side} {others}")
+    agreed(arguments)
+
+
+def agreed(plan: argparse.Namespace) -> Contract:
+    """Return the contract of a command line, at the shapes of no model yet."""
+    return Contract(**{field.name: getattr(plan, field.name) for field in fields(Contract) if field.name != "shapes"})
 
 
 def title(plan: argparse.Namespace) -> str:
@@ -104,10 +113,7 @@ class Setup:
         config = read_config(source)
         check_weights(source)
         prompts = read_prompts(plan.prompts, source) if plan.prompts else None
-        contract = Contract(
-            *(plan.dtype, plan.norm_order, plan.trainer_tensor_parallel),
-            *(plan.engine_tensor_parallel, plan.leaves, Shapes.of(config)),
-        )
+        contract = replace(agreed(plan), shapes=Shapes.of(config))
         check_shares(config, contract)
         order = agreed_order(contract, plan.engine, plan.trainer)
         workload = Workload(config.vocab_size, plan.seed, prompts.tokens if prompts else ())

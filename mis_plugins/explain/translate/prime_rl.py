@@ -116,10 +116,10 @@ def _tree(text: str) -> dict[str, Any]:
             raise ConfigError(
                 f"a launch script, which is not read: give {cut(own[-1])}, with the settings of its command and of "
                 f"the files before it ({len(named)} in all; later files win) behind it as {TABLES[0]}.KEY=VALUE "
-                f"(as a toml: {cut(str(error))})"
+                f"(as a toml: {cut(str(error), 200)})"
             ) from None
         give = f"; of a command give its toml, or the line [{TABLES[0]}], and its settings as {TABLES[0]}.KEY=VALUE"
-        raise ConfigError(f"no toml that can be read: {cut(str(error))}{give}") from None
+        raise ConfigError(f"no toml that can be read: {cut(str(error), 200)}{give}") from None
 
 
 def _loss(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -212,7 +212,8 @@ def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) 
     else:
         source = Said({}, tree)
     if not isinstance(source.tree, Mapping):
-        raise ConfigError(f"got {shown(source.tree)}; expected a yaml of {dialect.name}'s, or a launch script")
+        content = "it is empty" if source.tree is None else f"got {shown(source.tree)}"
+        raise ConfigError(f"{content}; expected a yaml of {dialect.name}'s, or a launch script")
     unread = tuple(dialect.unread_bases(source.tree))
     notes = (f"not read: {base}; those that count go behind the file." for base in unread)
     return replace(source, notes=(*source.notes, *notes), skipped=(*source.skipped, *unread))
