@@ -21,7 +21,7 @@ from mis_plugins.correction.rejection import Totals
 from mis_plugins.metrics import sequences, sketch, tokens
 from mis_plugins.metrics.quantity import Quantity, Step, known, log_of
 from mis_plugins.metrics.tokens import OF_TURNS, Tokens, rules
-from mis_plugins.metrics.totals import Partials, Places, powers, reduced
+from mis_plugins.metrics.totals import Partials, Places, counted, powers, reduced
 
 
 @torch.no_grad()
@@ -52,9 +52,18 @@ def _merged(first: list[Partials], second: list[Partials]) -> list[Partials]:
 
 
 def _of_tokens(t: Tokens, edges: Tensor) -> Iterator[Partials]:
-    yield from reduced(tokens.of_usable(t), t.where, t.places(), edges)
-    yield from reduced(tokens.of_valid(t))
+    marks, others = _marks_apart(tokens.of_usable(t))
+    yield from reduced(others, t.where, t.places(), edges)
+    yield counted(marks, t.usable)
+    marks, others = _marks_apart(tokens.of_valid(t))
+    yield from reduced(others)
+    yield counted(marks, t.stage.loss_mask)
     yield from reduced(tokens.of_kept(t), t.kept)
+
+
+def _marks_apart(quantities: Iterator[Quantity]) -> tuple[list[Quantity], list[Quantity]]:
+    every = [*quantities]
+    return [q for q in every if q.is_mark], [q for q in every if not q.is_mark]
 
 
 def _of_sequences(c: Correction, edges: Tensor) -> Iterator[Partials]:

@@ -21,13 +21,22 @@ LARGEST = 1e4  # sums of log ratios reach thousands
 GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 STEPS = math.ceil(math.log(LARGEST / SMALLEST) / math.log(GROWTH))
 # A CPU looks long rows up in a table: a search takes ten times as long.
-LONG = 32_768
+LONG = 4_096
 KEPT_BITS, DROPPED_BITS = 18, 46  # sign, exponent and six bits of the mantissa; the rest of a float64
 SIZE = 2 * STEPS + 3  # buckets of either sign, one beyond either end, and zero in the middle
 
 
 def edges(device: torch.device) -> Float[Tensor, " _"]:
     """Upper ends of all buckets but the last, in ascending order."""
+    return _edges() if device.type == "cpu" else _made(device)  # streams of a GPU would have to wait for kept edges
+
+
+@cache
+def _edges() -> Float[Tensor, " _"]:
+    return _made(torch.device("cpu"))
+
+
+def _made(device: torch.device) -> Float[Tensor, " _"]:
     first, last = math.log10(SMALLEST), math.log10(SMALLEST) + STEPS * math.log10(GROWTH)
     positive = torch.logspace(first, last, STEPS + 1, dtype=torch.float64, device=device)
     return torch.cat([-positive.flip(0), positive])
@@ -59,7 +68,7 @@ def _cells() -> tuple[Int[Tensor, " C"], Float[Tensor, " C"]]:
 def _looked_up(x: Float[Tensor, "H K"]) -> Int[Tensor, "H K"]:
     """What `torch.bucketize` answers, without a search at each number."""
     bucket, edge = _cells()
-    cell = (x.view(torch.int64) >> DROPPED_BITS).bitwise_and_((1 << KEPT_BITS) - 1)
+    cell = x.view(torch.int64) >> DROPPED_BITS  # below 0 where x is negative, and `take` counts from the end
     return bucket.take(cell) + (edge.take(cell) < x)  # an index takes half as long again
 
 

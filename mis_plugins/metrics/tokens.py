@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
-from mis_plugins.config.terms.divergence import k3
 from mis_plugins.config.terms.statistics import row_of
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, log_bound
@@ -71,8 +70,9 @@ class Tokens:
         if not self.keep.is_cpu or count <= LONG_ON_CPU:
             yield self
             return
-        for start in range(0, count, LONG_ON_CPU):
-            yield _cut(self, slice(start, start + LONG_ON_CPU))
+        length = -(-count // -(-count // LONG_ON_CPU))  # parts as long as each other, to a token
+        for start in range(0, count, length):
+            yield _cut(self, slice(start, start + length))
 
     @property
     def usable(self) -> Bool[Tensor, " T"]:
@@ -181,10 +181,10 @@ def related(t: Tokens) -> Iterator[Quantity]:
 def of_usable(t: Tokens) -> Iterator[Quantity]:
     """Quantities of usable tokens."""
     x, far = t.log_ratio, t.log_ratio.abs()
-    yield Quantity("usable", t.usable, OF_USABLE)
+    yield Quantity("usable", t.where, OF_USABLE)
     yield Quantity("log_ratio", x, OF_LOG_RATIO)
     yield Quantity("abs_log_ratio", far, OF_ABS_LOG_RATIO)
-    yield Quantity("k3", k3(x), OF_K3)
+    yield Quantity("k3", t.excess - x.clamp(max=LOG_RATIO_CLAMP), OF_K3)
     *both, ratio = related(t)
     yield from (*both, ratio)
     weighted = ratio.values * x
@@ -214,7 +214,7 @@ def of_usable(t: Tokens) -> Iterator[Quantity]:
         yield from (low, high._replace(metrics=high.metrics | {"outside_bound_fraction": outside}))
     for name, rule in rules(t.config):
         if rule.over == "token":
-            yield from _of_rule(name, rule, t.stage.statistic(rule.statistic))
+            yield from _of_rule(name, rule, t.stage.statistic(rule.statistic).double())
 
 
 def _probabilities(t: Tokens) -> Iterator[Quantity]:
@@ -236,8 +236,9 @@ def of_valid(t: Tokens) -> Iterator[Quantity]:
     yield Quantity("kept", t.keep, {"kept_fraction": take.mean, "rejected_fraction": take.rest}, over="valid")
     yield Quantity("with_advantage", nothing if lost is None else valid, also="sum")
     yield Quantity("nonfinite_advantages", nothing if lost is None else lost, also="sum")
-    loss = corrected = nothing
-    if t.pg_loss is not None:
+    if t.pg_loss is None:
+        loss = corrected = nothing.double()
+    else:
         loss = t.pg_loss.double().masked_fill(~valid, 0)
         corrected = (loss * t.weights if t.config.corrects else loss).masked_fill(~t.keep, 0)
     yield Quantity("with_loss", nothing if t.pg_loss is None else valid, also="sum")

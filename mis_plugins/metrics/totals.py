@@ -191,10 +191,17 @@ def _sums(
     return Partials({"sums": tuple(names)}, added={"sums": sums})
 
 
+def counted(marks: list[Quantity], where: Bool[Tensor, " M"]) -> Partials:
+    """How many members that enter each quantity marks. A mark widened to a float64 would take eight times as long."""
+    sums = torch.stack([q.values for q in marks]).bitwise_and_(where).sum(-1, dtype=torch.int32)
+    records = tuple((q.name, q.metrics, q.over) for q in marks)
+    return Partials({"sums": tuple(q.name for q in marks)}, records, added={"sums": sums})
+
+
 def _extremes(ended: list[Quantity], columns: Float[Tensor, "M *P"] | None) -> Float[Tensor, " E"]:
     """Largest value of each quantity, then of each negated one, over each column; minus infinity without a token."""
-    rows = torch.stack([q.values for q in ended]).double()
-    both = torch.cat([rows, -rows])
+    both = torch.stack([q.values for q in ended] * 2).double()
+    both[len(ended) :].neg_()
     if columns is not None:  # members that do not enter are put at log 0
         both = both.unsqueeze(1) + columns.T.log() if columns.dim() == 2 else both.add_(columns.log())
     if not both.shape[-1]:
