@@ -128,9 +128,9 @@ class Quantity(NamedTuple):
 
     @property
     def is_mark(self) -> bool:
-        """Whether the quantity marks members, which are counted: with nothing else taken, and at no place alone."""
-        taken = {self.also, *(r.needs + r.at for r in self.metrics.values())}
-        return self.values.dtype == torch.bool and taken <= {"", "sum"}
+        """Whether members are marked, and no metric asks for more than how many."""
+        taken = (r.needs + r.at for r in self.metrics.values())
+        return self.values.dtype == torch.bool and {self.also, *taken} <= {"", "sum"}
 
 
 @cache

@@ -9,7 +9,7 @@ Masson, Rim and Lee 2019, "DDSketch: A Fast and Fully-Mergeable Quantile Sketch 
 """
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import torch
 from jaxtyping import Float, Int
@@ -28,18 +28,12 @@ SIZE = 2 * STEPS + 3  # buckets of either sign, one beyond either end, and zero 
 
 def edges(device: torch.device) -> Float[Tensor, " _"]:
     """Upper ends of all buckets but the last, in ascending order."""
-    return _edges() if device.type == "cpu" else _made(device)  # streams of a GPU would have to wait for kept edges
-
-
-@cache
-def _edges() -> Float[Tensor, " _"]:
-    return _made(torch.device("cpu"))
-
-
-def _made(device: torch.device) -> Float[Tensor, " _"]:
     first, last = math.log10(SMALLEST), math.log10(SMALLEST) + STEPS * math.log10(GROWTH)
     positive = torch.logspace(first, last, STEPS + 1, dtype=torch.float64, device=device)
     return torch.cat([-positive.flip(0), positive])
+
+
+edges_on_cpu = cache(partial(edges, torch.device("cpu")))  # not kept on a GPU, where each stream would have to wait
 
 
 def histograms(x: Float[Tensor, "H K"], where: Float[Tensor, " K"], edges: Float[Tensor, " _"]) -> Float[Tensor, "H B"]:
@@ -60,7 +54,7 @@ def _cells() -> tuple[Int[Tensor, " C"], Float[Tensor, " C"]]:
     negative = first < 0
     lowest = torch.where(negative, first | ((1 << DROPPED_BITS) - 1), first).view(torch.float64)
     lowest = torch.where(negative, lowest.nan_to_num(nan=-math.inf), lowest)  # -inf shares its cell with NaN
-    ends = edges(lowest.device)
+    ends = edges_on_cpu()
     bucket = torch.bucketize(lowest, ends)
     return bucket, torch.cat([ends, ends.new_tensor([math.inf])])[bucket]
 

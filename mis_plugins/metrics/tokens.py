@@ -70,18 +70,13 @@ class Tokens:
         if not self.keep.is_cpu or count <= LONG_ON_CPU:
             yield self
             return
-        length = -(-count // -(-count // LONG_ON_CPU))  # parts as long as each other, to a token
-        for start in range(0, count, length):
-            yield _cut(self, slice(start, start + length))
-
-    @property
-    def usable(self) -> Bool[Tensor, " T"]:
-        return self.stage.usable
+        for start in range(0, count, LONG_ON_CPU):
+            yield _cut(self, slice(start, start + LONG_ON_CPU))
 
     @cached_property
     def where(self) -> Float[Tensor, " T"]:
         """1 at usable tokens, else 0."""
-        return self.usable.double()
+        return self.stage.usable.double()
 
     @cached_property
     def kept(self) -> Float[Tensor, " T"]:
@@ -112,7 +107,7 @@ class Tokens:
     def places(self) -> Places:
         """The usable tokens: all, kept, of each turn, and where versions are known of each age."""
         assert self.turns is not None
-        turns = self.turns * self.usable  # 0 where the token is not usable
+        turns = self.turns * self.stage.usable  # 0 where the token is not usable
         rows = [self.where, self.kept, *(turns == turn for turn in range(1, TURNS)), turns >= TURNS]
         if self.ages is not None:
             ages = self.ages.masked_fill(self.stage.unusable, -1)
@@ -195,7 +190,14 @@ def of_usable(t: Tokens) -> Iterator[Quantity]:
     yield Quantity("kept_usable", t.kept, OF_KEPT)
     for bound in LOG_RATIO_TAILS:
         yield from beyond("log_ratio_tail_{side}_" + str(bound), x, (-bound, bound))
-    yield from _probabilities(t)
+    proximal, behavior = t.log_probs.exp().unbind()
+    difference = (proximal - behavior).abs_()
+    yield Quantity("proximal_prob", proximal, also="sum squares")
+    yield Quantity("behavior_prob", behavior, also="sum squares")
+    yield Quantity("prob_product", proximal * behavior, also="sum")
+    yield Quantity("abs_prob_diff", difference, OF_PROB_DIFF)
+    for bound in PROB_DIFF_TAILS:
+        yield Quantity(f"prob_diff_tail_{bound}", difference > bound, {f"prob_diff_tail_{bound}": take.mean})
     weight = t.normalized if t.mean_weight is None else t.normalized * t.mean_weight
     yield Quantity("weight", weight, OF_WEIGHT | {"ess_bounded": take.share}, over="valid")
     yield Quantity("log_weight", weight.log(), OF_LOG_WEIGHT)
@@ -215,17 +217,6 @@ def of_usable(t: Tokens) -> Iterator[Quantity]:
     for name, rule in rules(t.config):
         if rule.over == "token":
             yield from _of_rule(name, rule, t.stage.statistic(rule.statistic).double())
-
-
-def _probabilities(t: Tokens) -> Iterator[Quantity]:
-    proximal, behavior = t.log_probs.exp().unbind()
-    difference = (proximal - behavior).abs_()
-    yield Quantity("proximal_prob", proximal, also="sum squares")
-    yield Quantity("behavior_prob", behavior, also="sum squares")
-    yield Quantity("prob_product", proximal * behavior, also="sum")
-    yield Quantity("abs_prob_diff", difference, OF_PROB_DIFF)
-    for bound in PROB_DIFF_TAILS:
-        yield Quantity(f"prob_diff_tail_{bound}", difference > bound, {f"prob_diff_tail_{bound}": take.mean})
 
 
 def of_valid(t: Tokens) -> Iterator[Quantity]:

@@ -142,6 +142,7 @@ def reduced(
     where: Float[Tensor, " M"] | None = None,
     places: Places | None = None,
     edges: Float[Tensor, " E"] | None = None,
+    marked: Bool[Tensor, " M"] | None = None,
 ) -> Iterator[Partials]:
     """Sums, extremes and sketches of the quantities of one population. Nothing waits for the device.
 
@@ -149,10 +150,15 @@ def reduced(
         quantities: finite where they are added up, at members that do not enter too.
         where: 1 at members that enter, else 0; None where all do, or where extremes too are taken over each place.
         edges: of the buckets of sketches; None where no quantity has percentiles.
+        marked: members whose marks are counted, not widened to float64; no count of a place may be such a mark.
     """
     every = [(q, needed(q.also, *(r.needs for r in q.metrics.values()))) for q in quantities]
     yield Partials(records=tuple((q.name, q.metrics, q.over) for q, _ in every))
-    summed = [q for q, needs in every if "sum" in needs]
+    marks = [q for q, _ in every if q.is_mark and marked is not None]
+    if marked is not None and marks:
+        rows = torch.stack([q.values for q in marks]).bitwise_and_(marked)
+        yield Partials({"sums": tuple(q.name for q in marks)}, added={"sums": rows.sum(-1, dtype=torch.int32)})
+    summed = [q for q, needs in every if "sum" in needs and not (marks and q.is_mark)]
     if summed:
         yield _sums(summed, [q for q, needs in every if "squares" in needs], where, places)
     ended = [q for q, needs in every if "ends" in needs]
@@ -189,13 +195,6 @@ def _sums(
         missing = len(places.names) - sums.shape[1]
         sums = (F.pad(sums, (0, missing)) if missing else sums).flatten()
     return Partials({"sums": tuple(names)}, added={"sums": sums})
-
-
-def counted(marks: list[Quantity], where: Bool[Tensor, " M"]) -> Partials:
-    """How many members that enter each quantity marks. A mark widened to a float64 would take eight times as long."""
-    sums = torch.stack([q.values for q in marks]).bitwise_and_(where).sum(-1, dtype=torch.int32)
-    records = tuple((q.name, q.metrics, q.over) for q in marks)
-    return Partials({"sums": tuple(q.name for q in marks)}, records, added={"sums": sums})
 
 
 def _extremes(ended: list[Quantity], columns: Float[Tensor, "M *P"] | None) -> Float[Tensor, " E"]:
