@@ -38,22 +38,19 @@ def partials(
         ages: the age of each token, negative where it is not known; None where the host knows no versions.
         counts_sequences: true on exactly one of the context-parallel ranks that hold the same sequences.
     """
-    edges = sketch.edges(correction.log_ratio.device)
+    edges = sketch.edges_on_cpu() if correction.log_ratio.is_cpu else sketch.edges(correction.log_ratio.device)
     parts = Tokens.of(correction, pg_loss, ages, correction.ragged.turns).parts()
-    of_tokens = reduce(_merged, ([*_of_tokens(part, edges)] for part in parts))
+    by_part = ([*_of_tokens(part, edges)] for part in parts)
+    of_tokens = reduce(lambda some, more: [x.merge(y) for x, y in zip(some, more, strict=True)], by_part)
     of_sequences = _of_sequences(correction, edges)
     if not counts_sequences:
         of_sequences = (part.uncounted() for part in of_sequences)
     return Partials.beside([*of_tokens, *of_sequences])
 
 
-def _merged(first: list[Partials], second: list[Partials]) -> list[Partials]:
-    return [x.merge(y) for x, y in zip(first, second, strict=True)]
-
-
 def _of_tokens(t: Tokens, edges: Tensor) -> Iterator[Partials]:
-    yield from reduced(tokens.of_usable(t), t.where, t.places(), edges)
-    yield from reduced(tokens.of_valid(t))
+    yield from reduced(tokens.of_usable(t), t.where, t.places(), edges, marked=t.stage.usable)
+    yield from reduced(tokens.of_valid(t), marked=t.stage.loss_mask)
     yield from reduced(tokens.of_kept(t), t.kept)
 
 

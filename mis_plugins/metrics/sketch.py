@@ -9,7 +9,7 @@ Masson, Rim and Lee 2019, "DDSketch: A Fast and Fully-Mergeable Quantile Sketch 
 """
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import torch
 from jaxtyping import Float, Int
@@ -21,7 +21,7 @@ LARGEST = 1e4  # sums of log ratios reach thousands
 GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 STEPS = math.ceil(math.log(LARGEST / SMALLEST) / math.log(GROWTH))
 # A CPU looks long rows up in a table: a search takes ten times as long.
-LONG = 32_768
+LONG = 4_096
 KEPT_BITS, DROPPED_BITS = 18, 46  # sign, exponent and six bits of the mantissa; the rest of a float64
 SIZE = 2 * STEPS + 3  # buckets of either sign, one beyond either end, and zero in the middle
 
@@ -31,6 +31,9 @@ def edges(device: torch.device) -> Float[Tensor, " _"]:
     first, last = math.log10(SMALLEST), math.log10(SMALLEST) + STEPS * math.log10(GROWTH)
     positive = torch.logspace(first, last, STEPS + 1, dtype=torch.float64, device=device)
     return torch.cat([-positive.flip(0), positive])
+
+
+edges_on_cpu = cache(partial(edges, torch.device("cpu")))  # not kept on a GPU, where each stream would have to wait
 
 
 def histograms(x: Float[Tensor, "H K"], where: Float[Tensor, " K"], edges: Float[Tensor, " _"]) -> Float[Tensor, "H B"]:
@@ -51,7 +54,7 @@ def _cells() -> tuple[Int[Tensor, " C"], Float[Tensor, " C"]]:
     negative = first < 0
     lowest = torch.where(negative, first | ((1 << DROPPED_BITS) - 1), first).view(torch.float64)
     lowest = torch.where(negative, lowest.nan_to_num(nan=-math.inf), lowest)  # -inf shares its cell with NaN
-    ends = edges(lowest.device)
+    ends = edges_on_cpu()
     bucket = torch.bucketize(lowest, ends)
     return bucket, torch.cat([ends, ends.new_tensor([math.inf])])[bucket]
 
@@ -59,7 +62,7 @@ def _cells() -> tuple[Int[Tensor, " C"], Float[Tensor, " C"]]:
 def _looked_up(x: Float[Tensor, "H K"]) -> Int[Tensor, "H K"]:
     """What `torch.bucketize` answers, without a search at each number."""
     bucket, edge = _cells()
-    cell = (x.view(torch.int64) >> DROPPED_BITS).bitwise_and_((1 << KEPT_BITS) - 1)
+    cell = x.view(torch.int64) >> DROPPED_BITS  # below 0 where x is negative, and `take` counts from the end
     return bucket.take(cell) + (edge.take(cell) < x)  # an index takes half as long again
 
 

@@ -113,8 +113,7 @@ def weight_metrics(measured: Partials, segment_wise: bool = True) -> dict[str, f
 def metrics_by_age(measured: Partials) -> dict[str, float]:
     """Every known metric of the quantities, of all tokens and of each age that has tokens."""
     step = measured.step()
-    names = [name for name, _, _ in measured.records]
-    held = [at for at in PLACES if not at or any(step.sums[at + name] for name in names)]
+    held = [at for at in PLACES if not at or any(step.sums[at + name] for name, _, _ in measured.records)]
     return known(
         {
             f"{metric}/{at}".removesuffix("/"): reduction.within(at).of(step, name, count)

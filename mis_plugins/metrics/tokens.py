@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
-from mis_plugins.config.terms.divergence import k3
 from mis_plugins.config.terms.statistics import row_of
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, log_bound
@@ -74,14 +73,10 @@ class Tokens:
         for start in range(0, count, LONG_ON_CPU):
             yield _cut(self, slice(start, start + LONG_ON_CPU))
 
-    @property
-    def usable(self) -> Bool[Tensor, " T"]:
-        return self.stage.usable
-
     @cached_property
     def where(self) -> Float[Tensor, " T"]:
         """1 at usable tokens, else 0."""
-        return self.usable.double()
+        return self.stage.usable.double()
 
     @cached_property
     def kept(self) -> Float[Tensor, " T"]:
@@ -112,7 +107,7 @@ class Tokens:
     def places(self) -> Places:
         """The usable tokens: all, kept, of each turn, and where versions are known of each age."""
         assert self.turns is not None
-        turns = self.turns * self.usable  # 0 where the token is not usable
+        turns = self.turns * self.stage.usable  # 0 where the token is not usable
         rows = [self.where, self.kept, *(turns == turn for turn in range(1, TURNS)), turns >= TURNS]
         if self.ages is not None:
             ages = self.ages.masked_fill(self.stage.unusable, -1)
@@ -181,10 +176,10 @@ def related(t: Tokens) -> Iterator[Quantity]:
 def of_usable(t: Tokens) -> Iterator[Quantity]:
     """Quantities of usable tokens."""
     x, far = t.log_ratio, t.log_ratio.abs()
-    yield Quantity("usable", t.usable, OF_USABLE)
+    yield Quantity("usable", t.where, OF_USABLE)
     yield Quantity("log_ratio", x, OF_LOG_RATIO)
     yield Quantity("abs_log_ratio", far, OF_ABS_LOG_RATIO)
-    yield Quantity("k3", k3(x), OF_K3)
+    yield Quantity("k3", t.excess - x.clamp(max=LOG_RATIO_CLAMP), OF_K3)
     *both, ratio = related(t)
     yield from (*both, ratio)
     weighted = ratio.values * x
@@ -195,7 +190,14 @@ def of_usable(t: Tokens) -> Iterator[Quantity]:
     yield Quantity("kept_usable", t.kept, OF_KEPT)
     for bound in LOG_RATIO_TAILS:
         yield from beyond("log_ratio_tail_{side}_" + str(bound), x, (-bound, bound))
-    yield from _probabilities(t)
+    proximal, behavior = t.log_probs.exp().unbind()
+    difference = (proximal - behavior).abs_()
+    yield Quantity("proximal_prob", proximal, also="sum squares")
+    yield Quantity("behavior_prob", behavior, also="sum squares")
+    yield Quantity("prob_product", proximal * behavior, also="sum")
+    yield Quantity("abs_prob_diff", difference, OF_PROB_DIFF)
+    for bound in PROB_DIFF_TAILS:
+        yield Quantity(f"prob_diff_tail_{bound}", difference > bound, {f"prob_diff_tail_{bound}": take.mean})
     weight = t.normalized if t.mean_weight is None else t.normalized * t.mean_weight
     yield Quantity("weight", weight, OF_WEIGHT | {"ess_bounded": take.share}, over="valid")
     yield Quantity("log_weight", weight.log(), OF_LOG_WEIGHT)
@@ -214,18 +216,7 @@ def of_usable(t: Tokens) -> Iterator[Quantity]:
         yield from (low, high._replace(metrics=high.metrics | {"outside_bound_fraction": outside}))
     for name, rule in rules(t.config):
         if rule.over == "token":
-            yield from _of_rule(name, rule, t.stage.statistic(rule.statistic))
-
-
-def _probabilities(t: Tokens) -> Iterator[Quantity]:
-    proximal, behavior = t.log_probs.exp().unbind()
-    difference = (proximal - behavior).abs_()
-    yield Quantity("proximal_prob", proximal, also="sum squares")
-    yield Quantity("behavior_prob", behavior, also="sum squares")
-    yield Quantity("prob_product", proximal * behavior, also="sum")
-    yield Quantity("abs_prob_diff", difference, OF_PROB_DIFF)
-    for bound in PROB_DIFF_TAILS:
-        yield Quantity(f"prob_diff_tail_{bound}", difference > bound, {f"prob_diff_tail_{bound}": take.mean})
+            yield from _of_rule(name, rule, t.stage.statistic(rule.statistic).double())
 
 
 def of_valid(t: Tokens) -> Iterator[Quantity]:
@@ -236,8 +227,9 @@ def of_valid(t: Tokens) -> Iterator[Quantity]:
     yield Quantity("kept", t.keep, {"kept_fraction": take.mean, "rejected_fraction": take.rest}, over="valid")
     yield Quantity("with_advantage", nothing if lost is None else valid, also="sum")
     yield Quantity("nonfinite_advantages", nothing if lost is None else lost, also="sum")
-    loss = corrected = nothing
-    if t.pg_loss is not None:
+    if t.pg_loss is None:
+        loss = corrected = nothing.double()
+    else:
         loss = t.pg_loss.double().masked_fill(~valid, 0)
         corrected = (loss * t.weights if t.config.corrects else loss).masked_fill(~t.keep, 0)
     yield Quantity("with_loss", nothing if t.pg_loss is None else valid, also="sum")

@@ -142,6 +142,7 @@ def reduced(
     where: Float[Tensor, " M"] | None = None,
     places: Places | None = None,
     edges: Float[Tensor, " E"] | None = None,
+    marked: Bool[Tensor, " M"] | None = None,
 ) -> Iterator[Partials]:
     """Sums, extremes and sketches of the quantities of one population. Nothing waits for the device.
 
@@ -149,10 +150,15 @@ def reduced(
         quantities: finite where they are added up, at members that do not enter too.
         where: 1 at members that enter, else 0; None where all do, or where extremes too are taken over each place.
         edges: of the buckets of sketches; None where no quantity has percentiles.
+        marked: members whose marks are counted, not widened to float64; no count of a place may be such a mark.
     """
     every = [(q, needed(q.also, *(r.needs for r in q.metrics.values()))) for q in quantities]
     yield Partials(records=tuple((q.name, q.metrics, q.over) for q, _ in every))
-    summed = [q for q, needs in every if "sum" in needs]
+    marks = [q for q, _ in every if q.is_mark and marked is not None]
+    if marked is not None and marks:
+        rows = torch.stack([q.values for q in marks]).bitwise_and_(marked)
+        yield Partials({"sums": tuple(q.name for q in marks)}, added={"sums": rows.sum(-1, dtype=torch.int32)})
+    summed = [q for q, needs in every if "sum" in needs and not (marks and q.is_mark)]
     if summed:
         yield _sums(summed, [q for q, needs in every if "squares" in needs], where, places)
     ended = [q for q, needs in every if "ends" in needs]
@@ -193,8 +199,8 @@ def _sums(
 
 def _extremes(ended: list[Quantity], columns: Float[Tensor, "M *P"] | None) -> Float[Tensor, " E"]:
     """Largest value of each quantity, then of each negated one, over each column; minus infinity without a token."""
-    rows = torch.stack([q.values for q in ended]).double()
-    both = torch.cat([rows, -rows])
+    both = torch.stack([q.values for q in ended] * 2).double()
+    both[len(ended) :].neg_()
     if columns is not None:  # members that do not enter are put at log 0
         both = both.unsqueeze(1) + columns.T.log() if columns.dim() == 2 else both.add_(columns.log())
     if not both.shape[-1]:

@@ -350,6 +350,14 @@ def test_names_depend_on_the_config_alone():
     assert not set(METRICS) & {name for _, metrics, _ in partials(c).records for name in metrics}
 
 
+def test_a_mark_beside_an_unusable_token_does_not_count():
+    """The statistic of an unusable token reads 0, below the rule's lower bound: the token stays outside all counts."""
+    config = from_mapping({"weight": None, "reject": [{"statistic": "k3", "over": "token", "lower": 0.1}]})
+    c = corrected(ratio_batch([[2.0, math.nan, 1.0]], [[1, 1, 0]]), config)
+    sums = partials(c).named_sums
+    assert (sums["usable"], sums["rule_1_low_fraction"], sums["valid"]) == (1, 0, 2)
+
+
 def test_a_long_batch_is_added_up_in_parts(monkeypatch: pytest.MonkeyPatch):
     """Parts of 7 tokens, across sequences, add up to what one part does; the last part is shorter."""
     batch = ratio_batch([[1.0 + i / 8 + t / 64 for t in range(9)] for i in range(3)], [[1, 1, 0] * 3] * 3)
