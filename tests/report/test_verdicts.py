@@ -951,9 +951,9 @@ def in_part(rows: Sequence[Record], others: Sequence[Record], every: int = 8) ->
     return [others[place] if place % every == 0 else one for place, one in enumerate(rows)]
 
 
-def shifted_behind_a_tool(rows: Sequence[Record]) -> list[Record]:
+def shifted_behind_a_tool(rows: Sequence[Record], share: float = 0.5) -> list[Record]:
     """Responses of two turns with a masked token between them, whose second turn is a place late in the trainer's."""
-    middle = [one.size // 2 for one in rows]
+    middle = [int(one.size * (1 - share)) for one in rows]
     masks = [torch.arange(one.size) != place for one, place in zip(rows, middle, strict=True)]
     late = [
         torch.cat([one.proximal_log_probs[: place + 1], one.proximal_log_probs[place + 1 :].roll(1)])
@@ -1104,6 +1104,9 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     ),
     "a turn behind a tool's answer, shifted in a quarter of the responses": (
         lambda: in_part(BF16, shifted_behind_a_tool(BF16), 4), ["different-tokens"]
+    ),
+    "a last turn of a fifth, shifted in a quarter of the responses": (
+        lambda: in_part(BF16, shifted_behind_a_tool(BF16, 0.2), 4), ["different-tokens"]
     ),
     "short lists of which a third is of other tokens": (
         lambda: in_part(short(BF16), short(BF16, 1), 3), ["different-tokens"]
