@@ -1152,6 +1152,13 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "a mismatch from position 60 on": (in_one_place, []),
     "a mismatch of every eighth response": (lambda: in_part(BF16, INT5), ["precision"]),
     "one engine of sixteen, which leaves kl_k3 below its limit": (lambda: in_part(BF16, INT6, 16), ["precision"]),
+    "one engine of sixteen in fp8": (lambda: in_part(BF16, FP8, 16), ["precision"]),
+    "one engine of sixteen, whose few responses are all long": (
+        lambda: in_part(records(recorded("bf16", 0)), records(recorded("int6", 0)), 16), ["precision"]
+    ),
+    "one engine of sixteen with other weights": (
+        lambda: in_part(MADE, records(sampled(plants._other_weights(drawn(8, "bf16"), 1.0))), 16), ["other-weights"]
+    ),
 }  # fmt: skip
 
 
