@@ -13,7 +13,7 @@ SHIFTS = (-2, -1, 0, 1, 2)
 HERE = SHIFTS.index(0)
 LONG_ENOUGH = 16  # usable tokens of a sequence whose correlation is read, and of either end that a cause may touch
 SUMS = 6  # number, x, y, x^2, y^2 and xy of pairs
-BROKEN = 0.6  # a correlation above this is never a sign
+BROKEN = 0.6  # a correlation above this is never a sign; half of it of one turn of several, as turns are many
 # In 999 of 1,000 clean responses 1 - correlation is at most (1.3 + 11 / sqrt(tokens)) times KL over variance.
 QUANTILE, QUANTILE_OF_FEW = 1.3, 11.0
 LEAST_KL = 0.003
@@ -103,7 +103,9 @@ class Lists:
         """
         sums = torch.cat([sums_of_part[HERE] for sums_of_part in self.within], 1)
         long = sums[0] >= LONG_ENOUGH
-        broken = long & (correlation(sums) < floor(sums, kl).clamp(max=BROKEN))
+        owners = torch.cat(self.owners)
+        most = torch.where(owners.bincount()[owners] > 1, BROKEN / 2, BROKEN)
+        broken = long & (correlation(sums) < floor(sums, kl).minimum(most))
         if broken.sum() > long.sum() / 2:
             return torch.ones_like(broken)
         n, distance = sums[0] * ~long, (sums[3] + sums[4] - 2 * sums[5]) * ~long

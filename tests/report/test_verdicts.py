@@ -29,6 +29,7 @@ from mis_plugins.explain.rungs import record
 from mis_plugins.report.causes import CAUSES
 from mis_plugins.report.changes import changes, smallest_rise
 from mis_plugins.report.command import run
+from mis_plugins.report.lists import Lists
 from mis_plugins.report.proposal import NOTHING, propose
 from mis_plugins.report.readers.files import Curve, Problems
 from mis_plugins.report.readers.paths import find
@@ -1190,6 +1191,14 @@ def test_of_a_temperature_beside_top_p_one_says_that_it_may_hide_the_other(tempe
 def test_responses_that_the_engine_is_certain_of_belong_to_no_other_tokens() -> None:
     found = {one.name for one in surveyed(certain_in_part(BF16)).findings}
     assert not found & {"changed-response", "different-tokens", "pairing"}
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_turn_of_several_is_of_other_tokens_at_half_the_correlation_alone(turns: int) -> None:
+    x, noise = (-torch.rand(40, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
+    lists = Lists()
+    lists.add(x, 0.4 * x + 0.6 * noise, torch.zeros(40).long(), torch.arange(40) * turns // 40, 1)
+    assert lists.broken(0.003).tolist() == [turns == 1]
 
 
 def test_a_level_that_dips_at_one_step_is_no_jump() -> None:
