@@ -48,6 +48,7 @@ LEAST_SHARE = 0.06  # of the mismatch; a sign that low precision brings about to
 
 EVEN, LEVEL = {"tokens": 0.06, "responses": 0.6}, 0.25  # half of what the engines of the ladder show, and less
 SPLIT = 4  # fewest responses, factor and deviations between two sizes of mismatch; recorded engines reach 2 and 3
+ROUNDS = 16  # after which the line between two sizes of mismatch hardly moves
 ALIKE = 0.8  # share of the responses over which the mismatch is spread; recorded engines show 0.83 and more
 LOCAL = {"placeholder", "changed-response", "end-token", "template", "stale-weights", "jump", "rise", "route"}
 PART = 0.2
@@ -135,41 +136,55 @@ class Facts:
     @cached_property
     def away(self) -> "Facts":
         """Facts of the tokens that no cause of one place, or of some sequences, touches."""
-        return self._within(~self.evidence.lists.broken(self.kl))
+        return self.within(~self.broken)
 
     @cached_property
     def heavy(self) -> Bool[Tensor, " N"]:
-        """The responses that have more of the mismatch than the mean, by their tokens."""
-        return self.rows[2] * self.rows[1].sum() > self.mass * self.rows[1]
+        """The responses with more of the mismatch a token than midway between the two parts that this line divides.
+
+        It is sought from the mean on. The means of both parts are of the logarithms, so that few responses count.
+        """
+        size = (self.rows[2] / self.rows[1].clamp(min=1) * self.rows[1].sum() / self.mass).clamp(min=1e-30).log()
+        line, counted = 0.0, size[self.measured]
+        for _ in range(ROUNDS):
+            parts = counted[counted > line], counted[counted <= line]
+            line = float(sum(part.mean() for part in parts)) / 2 if all(map(len, parts)) else line
+        return size > line
+
+    @cached_property
+    def measured(self) -> Bool[Tensor, " N"]:
+        """The responses whose own size of mismatch can be told."""
+        return (self.rows[1] >= LONG_ENOUGH) & (self.rows[2] > 0)
 
     @cached_property
     def part(self) -> "Facts | None":
         """Facts of the `heavy` responses, where these differ from the others more than an engine makes them."""
-        return self._within(self.heavy) if self.spread["responses"] < ALIKE else None
+        return self.within(self.heavy) if self.spread["responses"] < ALIKE else None
 
     @cached_property
     def is_split(self) -> bool:
         """Whether responses of any length have one of two sizes of mismatch, as where one engine of several errs."""
-        measured = (self.rows[1] >= LONG_ENOUGH) & (self.rows[2] > 0)
-        (_, counts, masses), heavy = self.rows[:, measured], self.heavy[measured]
+        (_, counts, masses), heavy = self.rows[:, self.measured], self.heavy[self.measured]
         if min(heavy.count_nonzero(), (~heavy).count_nonzero()) < SPLIT:
             return False
         apart, within, _ = _beyond_the_others((masses / counts).log(), heavy)
         longer, _, error = _beyond_the_others(counts.log(), heavy)
         return apart > max(math.log(SPLIT), SPLIT * within) and abs(longer) <= STANDARD_ERRORS * error
 
-    @property
-    def heavy_share(self) -> float:
-        """The share of the mismatch that the `heavy` responses have."""
-        return float(self.rows[2, self.heavy].sum()) / self.mass
+    def share(self, part: Bool[Tensor, " N"]) -> float:
+        """The share of the mismatch that some responses have."""
+        return float(self.rows[2, part].sum()) / self.mass
 
-    @property
-    def where(self) -> str:
-        """How many responses are `heavy`, in words."""
-        many = f"{int(self.heavy.sum())} of {len(self.heavy)}"
-        return f"In {many} responses, which have {self.heavy_share:.0%} of the mismatch: "
+    def where(self, part: Bool[Tensor, " N"]) -> str:
+        """How many responses a part has, in words."""
+        return f"In {int(part.sum())} of {len(part)} responses, which have {self.share(part):.0%} of the mismatch: "
 
-    def _within(self, kept: Bool[Tensor, " N"]) -> "Facts":
+    @cached_property
+    def broken(self) -> Bool[Tensor, " N"]:
+        """The responses of which the two lists belong to different tokens."""
+        return self.evidence.lists.broken(self.kl)
+
+    def within(self, kept: Bool[Tensor, " N"]) -> "Facts":
         """Facts of the inner tokens of some responses."""
         folds = self.evidence.within(kept)
         evidence = replace(self.evidence, folds=folds)
@@ -267,8 +282,8 @@ class Line:
 def _beyond_the_others(x: Float[Tensor, " N"], part: Bool[Tensor, " N"]) -> tuple[float, float, float]:
     """By how much the mean of a part is above that of the others, the deviation within both, and the error."""
     (mean, variance, n), (usual, usual_variance, others) = ((y.mean(), y.var(), len(y)) for y in (x[part], x[~part]))
-    within, error = (variance + usual_variance) / 2, variance / n + usual_variance / others
-    return float(mean - usual), float(within**0.5), float(error**0.5)
+    within = float((variance + usual_variance) / 2) ** 0.5
+    return float(mean - usual), within, within * math.sqrt(1 / n + 1 / others)
 
 
 def _is_level(rows: Table, name: str = "mass") -> bool:
@@ -352,9 +367,9 @@ def _precision(
     if not (part or (even and judged)) or rest <= 0.5 or rest * kl_k3 <= LIMITS[FIRST].high:
         return None
     beside = ", and so may another setting of sampling" if {"temperature", "top-p"} & {*showing} or not judged else ""
-    at, share = ("in each of the responses", facts.heavy_share) if part else ("everywhere", 1.0)
+    at, share = ("in each of the responses", facts.share(facts.heavy)) if part else ("everywhere", 1.0)
     kept = {"kl_k3": kl_k3, "rest": rest, "share_of_all": rest * share}
-    return kept | {"beside": beside, "where": facts.where if part else "", "reach": at}
+    return kept | {"beside": beside, "where": facts.where(facts.heavy) if part else "", "reach": at}
 
 
 def _seen(facts: Facts) -> tuple[dict[str, Numbers], dict[str, float], set[str]]:
@@ -372,8 +387,8 @@ def _seen(facts: Facts) -> tuple[dict[str, Numbers], dict[str, float], set[str]]
     if places:
         left = 1 - max(shares[name] for name in places)
     else:
-        left = facts.heavy_share
-        showing = {name: {**numbers, "where": facts.where} for name, numbers in showing.items()}
+        left = facts.share(facts.heavy)
+        showing = {name: {**numbers, "where": facts.where(facts.heavy)} for name, numbers in showing.items()}
     shares |= {name: left * share for name, share in _shares(showing).items()}
     rest = {name: numbers for name, numbers in seen.items() if name not in OF_ALL}
     return rest | showing, shares, {*showing} if places else set()
@@ -463,8 +478,7 @@ def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
     pairing = facts.pairing
     if pairing is None or of_all != bool(pairing.shift or pairing.broken > pairing.of / 2):
         return None
-    share = float(facts.rows[2, facts.evidence.lists.broken(facts.kl)].sum()) / facts.mass
-    return {"found": pairing, "share_of_all": share}
+    return {"found": pairing, "share_of_all": facts.share(facts.broken)}
 
 
 def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
@@ -533,12 +547,22 @@ def _cut_off(line: Line) -> Numbers | None:
 
 
 def _other_weights(facts: Facts) -> Numbers | None:
-    if facts.sums["usable"] < LEAST_TOKENS or facts.mean > -slope.UNLIKELY:
+    if facts.sums["usable"] < LEAST_TOKENS:
         return None
+    if facts.mean > -slope.UNLIKELY:
+        return _other_weights_of_part(facts)
     line = facts.line
     if line and (line.is_multiple or line.is_flat or line.off_one < 0):
         return None
     return {"mean": facts.mean, "share_of_all": 1 - max(_share_of(facts, part) for part in ("beginning", "end"))}
+
+
+def _other_weights_of_part(facts: Facts) -> Numbers | None:
+    """Other weights of one engine of several: the trainer finds the tokens of several changed responses unlikely."""
+    part, changed = facts.within(facts.broken), _pairing(facts, of_all=False)
+    if not changed or facts.broken.sum() < SPLIT or part.sums["usable"] < LEAST_TOKENS or part.mean > -slope.UNLIKELY:
+        return None
+    return {"mean": part.mean, "where": facts.where(facts.broken), "share_of_all": changed["share_of_all"]}
 
 
 def _share_of(facts: Facts, part: str) -> float:

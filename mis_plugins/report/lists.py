@@ -13,7 +13,7 @@ SHIFTS = (-2, -1, 0, 1, 2)
 HERE = SHIFTS.index(0)
 LONG_ENOUGH = 16  # usable tokens of a sequence whose correlation is read, and of either end that a cause may touch
 SUMS = 6  # number, x, y, x^2, y^2 and xy of pairs
-BROKEN = 0.6  # a correlation above this is never a sign
+BROKEN = 0.6  # a correlation above this is never a sign; half of it of one turn of several, as turns are many
 # In 999 of 1,000 clean responses 1 - correlation is at most (1.3 + 11 / sqrt(tokens)) times KL over variance.
 QUANTILE, QUANTILE_OF_FEW = 1.3, 11.0
 LEAST_KL = 0.003
@@ -43,16 +43,26 @@ def floor(sums: Float[Tensor, "6 N"], kl: float) -> Float[Tensor, " N"]:
     return torch.where(variances.amin(0) > 1e-9, low, 1.0)
 
 
+def units(owner: Int[Tensor, " U"], turn: Int[Tensor, " U"]) -> tuple[Int[Tensor, " U"], Int[Tensor, " N"]]:
+    """The unit of each token, and the sequence of each unit: a long turn alone, or a sequence's short turns."""
+    run = ((owner.diff(prepend=owner[:1]) != 0) | (turn.diff(prepend=turn[:1]) != 0)).cumsum(0)
+    names, unit = torch.where(run.bincount()[run] > LONG_ENOUGH, run, -1 - owner).unique(return_inverse=True)
+    return unit, torch.zeros_like(names).scatter_(0, unit, owner)
+
+
 @dataclass
 class Lists:
     """Sums over the pairs (log mu of a token, log pi_old of the token `shift` places on), among usable tokens.
 
-    within: for each shift the sums of every sequence, over pairs within a turn, less the pair that lies furthest apart:
+    within: for each shift the sums of every unit, over pairs within a turn, less the pair that lies furthest apart:
         one wild token, as a lost end, is no sign of lists of different tokens.
+    owners: the sequence of each unit, of `size` sequences in all.
     turns, joins: sums over pairs of two turns of one sequence, and of two sequences.
     """
 
     within: list[Float[Tensor, "S 6 N"]] = field(default_factory=list)
+    owners: list[Int[Tensor, " N"]] = field(default_factory=list)
+    size: int = 0
     turns: Float[Tensor, "S 6"] = field(default_factory=lambda: torch.zeros(len(SHIFTS), SUMS).double())
     joins: Float[Tensor, "S 6"] = field(default_factory=lambda: torch.zeros(len(SHIFTS), SUMS).double())
 
@@ -65,7 +75,8 @@ class Lists:
         size: int,
     ) -> None:
         """Add the usable tokens of `size` sequences; owner is a token's sequence, turn its turn."""
-        within = torch.zeros(len(SHIFTS), SUMS, size, dtype=torch.float64)
+        unit, owners = units(owner, turn)
+        within = torch.zeros(len(SHIFTS), SUMS, len(owners), dtype=torch.float64)
         for place, shift in enumerate(SHIFTS):
             first = slice(max(-shift, 0), max(len(x) - max(shift, 0), 0))
             second = slice(max(shift, 0), max(len(x) - max(-shift, 0), 0))
@@ -73,20 +84,28 @@ class Lists:
             rows = torch.stack([torch.ones_like(a), a, b, a * a, b * b, a * b])
             same, turned = owner[first] == owner[second], turn[first] != turn[second]
             apart = torch.where(same & ~turned, (a - b).abs(), -1)
-            most = apart.new_zeros(size).scatter_reduce(0, owner[first], apart, "amax")
-            within[place].index_add_(1, owner[first], rows * ((apart >= 0) & (apart < most[owner[first]])))
+            most = apart.new_zeros(len(owners)).scatter_reduce(0, unit[first], apart, "amax")
+            within[place].index_add_(1, unit[first], rows * ((apart >= 0) & (apart < most[unit[first]])))
             self.turns[place] += rows[:, same & turned].sum(1)
             self.joins[place] += rows[:, ~same].sum(1)
         self.within.append(within)
+        self.owners.append(owners + self.size)
+        self.size += size
 
     def broken(self, kl: float) -> Bool[Tensor, " N"]:
-        """Sequences whose correlation is below that of clean runs; all where most are.
+        """Sequences with a unit that is broken."""
+        return torch.bincount(torch.cat(self.owners)[self._broken(kl)], minlength=self.size) > 0
+
+    def _broken(self, kl: float) -> Bool[Tensor, " N"]:
+        """Units whose correlation is below that of clean runs; all where most are.
 
         The others count together, and so do those of the short ones whose lists lie further apart than the mean.
         """
         sums = torch.cat([sums_of_part[HERE] for sums_of_part in self.within], 1)
         long = sums[0] >= LONG_ENOUGH
-        broken = long & (correlation(sums) < floor(sums, kl).clamp(max=BROKEN))
+        owners = torch.cat(self.owners)
+        most = torch.where(owners.bincount()[owners] > 1, BROKEN / 2, BROKEN)
+        broken = long & (correlation(sums) < floor(sums, kl).minimum(most))
         if broken.sum() > long.sum() / 2:
             return torch.ones_like(broken)
         n, distance = sums[0] * ~long, (sums[3] + sums[4] - 2 * sums[5]) * ~long
@@ -98,7 +117,7 @@ class Lists:
 
     def verdict(self, kl: float) -> "Pairing | None":
         """What the correlations say at this KL; None where both lists belong to one list of tokens."""
-        sums, broken = torch.cat(self.within, 2), self.broken(kl)
+        sums, broken, sequences = torch.cat(self.within, 2), self._broken(kl), self.broken(kl)
         if not broken.any():
             return None
         shifted = correlation(sums[:, :, broken].sum(2).T).nan_to_num(-1)
@@ -107,7 +126,9 @@ class Lists:
         best, pairs = int(others.argmax()), float(sums[HERE, 0, broken].sum())
         errors = float(torch.tensor([there, second]).atanh().clamp(-9, 9).diff().abs()) * math.sqrt(pairs)
         shift = SHIFTS[best] if there > second + RESTORED and errors > STANDARD_ERRORS else 0
-        return Pairing(int(broken.sum()), broken.numel(), float(shifted[HERE]), shift, there, self._scope(best))
+        of_turns = "some turns of " * bool((sequences[torch.cat(self.owners)] & ~broken).any())
+        counts = int(sequences.sum()), self.size
+        return Pairing(*counts, of_turns, float(shifted[HERE]), shift, there, self._scope(best))
 
     def _scope(self, place: int) -> str:
         """Over which joins the shift at `place` goes on."""
@@ -122,7 +143,8 @@ class Pairing:
     """Sequences whose two lists belong to different tokens.
 
     broken, of: number of such sequences, and of all.
-    correlation: over the tokens of these sequences.
+    turns: words for turns of these sequences, where not all turns are such.
+    correlation: over the tokens of these sequences, or turns.
     shift: by which the trainer's list must move to restore it; 0 where no shift does.
     restored: the correlation after the shift.
     scope: what the shift goes by.
@@ -130,6 +152,7 @@ class Pairing:
 
     broken: int
     of: int
+    turns: str
     correlation: float
     shift: int
     restored: float

@@ -29,6 +29,7 @@ from mis_plugins.explain.rungs import record
 from mis_plugins.report.causes import CAUSES
 from mis_plugins.report.changes import changes, smallest_rise
 from mis_plugins.report.command import run
+from mis_plugins.report.lists import Lists
 from mis_plugins.report.proposal import NOTHING, propose
 from mis_plugins.report.readers.files import Curve, Problems
 from mis_plugins.report.readers.paths import find
@@ -954,9 +955,9 @@ def in_part(rows: Sequence[Record], others: Sequence[Record], every: int = 8) ->
     return [others[place] if place % every == 0 else one for place, one in enumerate(rows)]
 
 
-def shifted_behind_a_tool(rows: Sequence[Record]) -> list[Record]:
+def shifted_behind_a_tool(rows: Sequence[Record], share: float = 0.5) -> list[Record]:
     """Responses of two turns with a masked token between them, whose second turn is a place late in the trainer's."""
-    middle = [one.size // 2 for one in rows]
+    middle = [int(one.size * (1 - share)) for one in rows]
     masks = [torch.arange(one.size) != place for one, place in zip(rows, middle, strict=True)]
     late = [
         torch.cat([one.proximal_log_probs[: place + 1], one.proximal_log_probs[place + 1 :].roll(1)])
@@ -1108,6 +1109,9 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "a turn behind a tool's answer, shifted in a quarter of the responses": (
         lambda: in_part(BF16, shifted_behind_a_tool(BF16), 4), ["different-tokens"]
     ),
+    "a last turn of a fifth, shifted in a quarter of the responses": (
+        lambda: in_part(BF16, shifted_behind_a_tool(BF16, 0.2), 4), ["different-tokens"]
+    ),
     "short lists of which a third is of other tokens": (
         lambda: in_part(short(BF16), short(BF16, 1), 3), ["different-tokens"]
     ),
@@ -1155,6 +1159,13 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "one engine of sixteen, whose responses are all cut at one length": (
         lambda: in_part(*([one for one in rows if one.size == 128] for rows in (BF16, INT6)), 16), ["precision"]
     ),
+    "one engine of sixteen in fp8": (lambda: in_part(BF16, FP8, 16), ["precision"]),
+    "one engine of sixteen, whose few responses are all long": (
+        lambda: in_part(records(recorded("bf16", 0)), records(recorded("int6", 0)), 16), ["precision"]
+    ),
+    "one engine of sixteen with other weights": (
+        lambda: in_part(MADE, records(sampled(plants._other_weights(drawn(8, "bf16"), 1.0))), 16), ["other-weights"]
+    ),
 }  # fmt: skip
 
 
@@ -1186,6 +1197,14 @@ def test_of_a_temperature_beside_top_p_one_says_that_it_may_hide_the_other(tempe
 def test_responses_that_the_engine_is_certain_of_belong_to_no_other_tokens() -> None:
     found = {one.name for one in surveyed(certain_in_part(BF16)).findings}
     assert not found & {"changed-response", "different-tokens", "pairing"}
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_turn_of_several_is_of_other_tokens_at_half_the_correlation_alone(turns: int) -> None:
+    x, noise = (-torch.rand(40, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
+    lists = Lists()
+    lists.add(x, 0.4 * x + 0.6 * noise, torch.zeros(40).long(), torch.arange(40) * turns // 40, 1)
+    assert lists.broken(0.003).tolist() == [turns == 1]
 
 
 def test_a_level_that_dips_at_one_step_is_no_jump() -> None:
