@@ -49,7 +49,7 @@ def partials(
 
 
 def _of_tokens(t: Tokens, edges: Tensor) -> Iterator[Partials]:
-    yield from reduced(tokens.of_usable(t), t.where, t.places(), edges, marked=t.stage.usable)
+    yield from reduced(tokens.of_usable(t), t.where, t.places(), edges, marked=t.usable)
     yield from reduced(tokens.of_valid(t), marked=t.stage.loss_mask)
     yield from reduced(tokens.of_kept(t), t.kept)
 

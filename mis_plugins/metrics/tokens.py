@@ -73,10 +73,14 @@ class Tokens:
         for start in range(0, count, LONG_ON_CPU):
             yield _cut(self, slice(start, start + LONG_ON_CPU))
 
+    @property
+    def usable(self) -> Bool[Tensor, " T"]:
+        return self.stage.usable
+
     @cached_property
     def where(self) -> Float[Tensor, " T"]:
         """1 at usable tokens, else 0."""
-        return self.stage.usable.double()
+        return self.usable.double()
 
     @cached_property
     def kept(self) -> Float[Tensor, " T"]:
@@ -107,7 +111,7 @@ class Tokens:
     def places(self) -> Places:
         """The usable tokens: all, kept, of each turn, and where versions are known of each age."""
         assert self.turns is not None
-        turns = self.turns * self.stage.usable  # 0 where the token is not usable
+        turns = self.turns * self.usable  # 0 where the token is not usable
         rows = [self.where, self.kept, *(turns == turn for turn in range(1, TURNS)), turns >= TURNS]
         if self.ages is not None:
             ages = self.ages.masked_fill(self.stage.unusable, -1)

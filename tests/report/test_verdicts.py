@@ -1157,7 +1157,7 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "a mismatch of every eighth response": (lambda: in_part(BF16, INT5), ["precision"]),
     "one engine of sixteen, which leaves kl_k3 below its limit": (lambda: in_part(BF16, INT6, 16), ["precision"]),
     "one engine of sixteen, whose responses are all cut at one length": (
-        lambda: in_part(*([one for one in rows if one.size == 128] for rows in (BF16, INT6)), 16), ["precision"]
+        lambda: in_part(*([one for one in rows if one.size == 128] for rows in (BF16, INT6)), every=16), ["precision"]
     ),
     "one engine of sixteen in fp8": (lambda: in_part(BF16, FP8, 16), ["precision"]),
     "one engine of sixteen, whose few responses are all long": (
