@@ -54,6 +54,11 @@ Sequence = partial(Quantity, over="any_usable")
 def of_sequences(c: Correction) -> Iterator[Quantity]:
     """Quantities of sequences with a usable token; a mean is over usable tokens."""
     yield Quantity("any_usable", c.totals.any_usable, also="sum")
+    yield from _mismatch(c)
+    yield from _weights(c)
+
+
+def _mismatch(c: Correction) -> Iterator[Quantity]:
     means, log_ratio = c.means, c.totals["log_ratio"]
     far = log_ratio.abs()
     yield Sequence("mean_log_ratio", means.log_ratio, OF_MEAN_LOG_RATIO)
@@ -72,7 +77,6 @@ def of_sequences(c: Correction) -> Iterator[Quantity]:
             row = row_of(rule.statistic)
             values = means.log_ratio if row == "log_ratio" else c.totals[row] / c.usable_count
             yield from _compared(name, rule, values, _untouched(c.totals, rule), "any_usable", "", {})
-    yield from _weights(c)
 
 
 def _weights(c: Correction) -> Iterator[Quantity]:

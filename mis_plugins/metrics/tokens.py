@@ -194,14 +194,7 @@ def of_usable(t: Tokens) -> Iterator[Quantity]:
     yield Quantity("kept_usable", t.kept, OF_KEPT)
     for bound in LOG_RATIO_TAILS:
         yield from beyond("log_ratio_tail_{side}_" + str(bound), x, (-bound, bound))
-    proximal, behavior = t.log_probs.exp().unbind()
-    difference = (proximal - behavior).abs_()
-    yield Quantity("proximal_prob", proximal, also="sum squares")
-    yield Quantity("behavior_prob", behavior, also="sum squares")
-    yield Quantity("prob_product", proximal * behavior, also="sum")
-    yield Quantity("abs_prob_diff", difference, OF_PROB_DIFF)
-    for bound in PROB_DIFF_TAILS:
-        yield Quantity(f"prob_diff_tail_{bound}", difference > bound, {f"prob_diff_tail_{bound}": take.mean})
+    yield from _probabilities(t)
     weight = t.normalized if t.mean_weight is None else t.normalized * t.mean_weight
     yield Quantity("weight", weight, OF_WEIGHT | {"ess_bounded": take.share}, over="valid")
     yield Quantity("log_weight", weight.log(), OF_LOG_WEIGHT)
@@ -221,6 +214,17 @@ def of_usable(t: Tokens) -> Iterator[Quantity]:
     for name, rule in rules(t.config):
         if rule.over == "token":
             yield from _of_rule(name, rule, t.stage.statistic(rule.statistic).double())
+
+
+def _probabilities(t: Tokens) -> Iterator[Quantity]:
+    proximal, behavior = t.log_probs.exp().unbind()
+    difference = (proximal - behavior).abs_()
+    yield Quantity("proximal_prob", proximal, also="sum squares")
+    yield Quantity("behavior_prob", behavior, also="sum squares")
+    yield Quantity("prob_product", proximal * behavior, also="sum")
+    yield Quantity("abs_prob_diff", difference, OF_PROB_DIFF)
+    for bound in PROB_DIFF_TAILS:
+        yield Quantity(f"prob_diff_tail_{bound}", difference > bound, {f"prob_diff_tail_{bound}": take.mean})
 
 
 def of_valid(t: Tokens) -> Iterator[Quantity]:
