@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
@@ -125,12 +124,6 @@ class Quantity(NamedTuple):
     metrics: Metrics = {}
     over: str = "usable"
     also: str = ""
-
-    @property
-    def is_mark(self) -> bool:
-        """Whether members are marked, and no metric asks for more than how many."""
-        taken = (r.needs + r.at for r in self.metrics.values())
-        return self.values.dtype == torch.bool and {self.also, *taken} <= {"", "sum"}
 
 
 @cache

@@ -154,11 +154,11 @@ def reduced(
     """
     every = [(q, needed(q.also, *(r.needs for r in q.metrics.values()))) for q in quantities]
     yield Partials(records=tuple((q.name, q.metrics, q.over) for q, _ in every))
-    marks = [q for q, _ in every if q.is_mark and marked is not None]
+    marks = [q for q, _ in every if marked is not None and _is_mark(q)]
     if marked is not None and marks:
         rows = torch.stack([q.values for q in marks]).bitwise_and_(marked)
         yield Partials({"sums": tuple(q.name for q in marks)}, added={"sums": rows.sum(-1, dtype=torch.int32)})
-    summed = [q for q, needs in every if "sum" in needs and not (marks and q.is_mark)]
+    summed = [q for q, needs in every if "sum" in needs and not (marks and _is_mark(q))]
     if summed:
         yield _sums(summed, [q for q, needs in every if "squares" in needs], where, places)
     ended = [q for q, needs in every if "ends" in needs]
@@ -174,6 +174,12 @@ def reduced(
         assert edges is not None and where is not None
         counts = sketch.histograms(torch.stack([q.values for q in sketched]), where, edges)
         yield Partials({"histograms": tuple(q.name for q in sketched)}, added={"histograms": counts})
+
+
+def _is_mark(q: Quantity) -> bool:
+    """Whether a quantity marks members, and no metric asks for more than how many."""
+    taken = (r.needs + r.at for r in q.metrics.values())
+    return q.values.dtype == torch.bool and {q.also, *taken} <= {"", "sum"}
 
 
 def _sums(
