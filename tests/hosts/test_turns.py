@@ -71,6 +71,8 @@ def host(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The host's module of requests, whose `post` asks `_post`; the engine counts on from its prompt's last token."""
 
     async def _post(client: Any, url: str, payload: Any, max_retries: int = 60, headers: Any = None) -> Any:
+        if not url.endswith("/generate"):
+            return {"documents": []}
         prompt = payload["input_ids"]
         rows = [[-1.0, prompt[-1] + 1 + i, None] for i in range(2)]
         return {"meta_info": {"output_token_logprobs": rows, "prompt_tokens": len(prompt)}}
@@ -88,6 +90,7 @@ def dialogue(module: Any, drifts: bool) -> Any:
             output = await module._post(None, "http://r/generate", {"input_ids": list(sample.tokens)})
             ids = [row[1] for row in output["meta_info"]["output_token_logprobs"]]
             ids[0] += drifts and turn == 1
+            await module._post(None, "http://tool/search", {"query": "a"})
             sample.tokens = [*sample.tokens, *ids, 50]  # a tool's token ends each turn
             sample.loss_mask = [*(sample.loss_mask or []), 1, 1, 0]
         sample.response_length = len(sample.loss_mask)
