@@ -14,7 +14,7 @@ from stand_in_hosts import LAYOUTS, Bodies, Output
 
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts.adapters.miles import NEEDS
+from mis_plugins.hosts.adapters.miles import NEEDS, Miles
 from mis_plugins.hosts.versions import generate
 from mis_plugins.hosts.versions.rollouts import Numbering, Shelf
 from mis_plugins.hosts.versions.samples import Note
@@ -211,3 +211,10 @@ def test_a_sample_of_another_generate_function_and_a_response_that_was_cut_are_r
 def test_what_the_conversion_is_not_handed_is_refused(flag: str, host: Bodies) -> None:
     with pytest.raises(ConfigError, match="--" + flag.replace("_", "-")):
         converted(host, [], **{flag: True})
+
+
+@pytest.mark.parametrize(("chunks", "multiple"), [(None, 1), (1, 1), (2, 4)])
+def test_chunks_of_a_virtual_pipeline_ask_for_whole_groups_of_micro_batches(chunks: int | None, multiple: int) -> None:
+    state = Namespace(vpp_size=chunks, microbatch_group_size_per_vp_stage=4)
+    host: Any = Namespace(parallel=Namespace(get=lambda: lambda: state))
+    assert Miles.virtual_pipeline(host, None) == (chunks or 1, multiple)
