@@ -9,6 +9,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from mis_plugins.errors import InputError
+from mis_plugins.hosts.batch import check_sequences
 from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS, Batch
 from mis_plugins.loss.centering import Candidates, Head, Vocabulary
 from mis_plugins.packing.exchange import Exchange, contiguous
@@ -91,6 +92,7 @@ def _check(batch: Batch, layout: Layout, whole: bool) -> None:
                 f"{name}: none in this micro-batch; mis.center needs the engine's likeliest tokens at each position: "
                 "let the host ask for them (docs/algorithms.md says how)"
             )
+        check_sequences({"response_lengths": layout.response_lengths, name: batch[name]})
         for i, (rows, response) in enumerate(zip(batch[name], layout.response_lengths, strict=True)):
             fits = (response,) if whole else (response, layout.local_lengths[i])
             if rows is None or len(rows) not in fits:

@@ -450,6 +450,7 @@ def test_other_configs_are_refused(mapping: dict[str, Any], message: str) -> Non
     ("change", "message"),
     [
         (lambda x: x.pop("rollout_topk_token_ids"), "rollout_topk_token_ids: none in this micro-batch"),
+        (lambda x: x["rollout_topk_log_probs"].pop(), "rollout_topk_log_probs: 4 sequences, but"),
         (lambda x: x["rollout_topk_log_probs"].__setitem__(2, None), r"rollout_topk_log_probs\[2\]: None, but"),
         (lambda x: x["rollout_topk_token_ids"].__setitem__(0, torch.zeros(4, 8)), r"\[0\]: 4 positions, but"),
         (lambda x: x["rollout_topk_token_ids"].__setitem__(0, torch.zeros(5, 7)), "differs between sequences"),
