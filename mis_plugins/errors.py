@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TypeVar
 
-Error = TypeVar("Error", bound="MisError")
+Error = TypeVar("Error", bound="UserError")
 FIELD = re.compile(r"(?<![^\s(])\{(\w+(?:\.\w+)*)\}")  # a word `{field}`, but not a user's `${...}` or `'{...}'`
 LARGEST = 2**63 - 1  # the largest 64-bit integer: seeds and sizes are such integers
 SHOWN = 40  # how many characters of a user's value an error shows
@@ -16,14 +16,10 @@ logger = logging.getLogger("mis_plugins")
 
 
 class UserError(ValueError):
-    """Base of every error of both packages that a user can cause and mend."""
+    """Base of every error of both packages that a user can cause and mend.
 
-
-class MisError(UserError):
-    """Base of every error that a user of mis_plugins can cause and mend.
-
-    `message` names fields of the config in braces (`"{weight.lower}: 3.0 is above {weight.upper}: 2.0"`), so that one
-    check can quote whichever spelling the user typed: `mis.weight.lower`, or Miles's `tis_lower_bound`.
+    `message` names settings in braces (`"{weight.lower}: 3.0 is above {weight.upper}: 2.0"`), so that one check can
+    quote whichever spelling the user typed: `mis.weight.lower`, or Miles's `tis_lower_bound`.
     """
 
     def __init__(self, message: str):
@@ -42,6 +38,10 @@ class MisError(UserError):
             return names.get(field) or (f"{names[head]}.{rest}" if head in names else prefix + field)
 
         return type(self)(FIELD.sub(quote, self.template))
+
+
+class MisError(UserError):
+    """Base of every error that a user of mis_plugins can cause and mend."""
 
 
 class ConfigError(MisError):

@@ -211,7 +211,6 @@ def short(path: str) -> str:
     return f"{path[:40]}..." if path.startswith(INLINE) and len(path) > 40 else path
 
 
-SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")  # endings of what a shell reads
 INLINE = "base64:"  # prefix of a path of Miles that holds the file's content itself
 
 
@@ -228,8 +227,7 @@ def text_of(file: Path | str) -> str:
             f"more than {LARGEST_FILE} bytes, which no config has; give the part that says how to correct"
         )
     try:
-        text = content.decode("utf-8")
-        return text if str(file).endswith(SCRIPTS) else text.replace("\r\n", "\n").replace("\r", "\n")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"byte {error.start} is not UTF-8 ({error.reason}); save it as plain text") from None
 

@@ -150,11 +150,12 @@ def reduced(
         quantities: finite where they are added up, at members that do not enter too.
         where: 1 at members that enter, else 0; None where all do, or where extremes too are taken over each place.
         edges: of the buckets of sketches; None where no quantity has percentiles.
-        marked: members whose marks are counted, not widened to float64; no count of a place may be such a mark.
+        marked: members of whom marks are counted as they are, and not widened to float64; None widens them. What
+            `places` count cannot be such a mark.
     """
     every = [(q, needed(q.also, *(r.needs for r in q.metrics.values()))) for q in quantities]
     yield Partials(records=tuple((q.name, q.metrics, q.over) for q, _ in every))
-    marks = [q for q, _ in every if marked is not None and _is_mark(q)]
+    marks = [] if marked is None else [q for q, _ in every if _is_mark(q)]
     if marked is not None and marks:
         rows = torch.stack([q.values for q in marks]).bitwise_and_(marked)
         yield Partials({"sums": tuple(q.name for q in marks)}, added={"sums": rows.sum(-1, dtype=torch.int32)})

@@ -48,7 +48,7 @@ LEAST_SHARE = 0.06  # of the mismatch; a sign that low precision brings about to
 
 EVEN, LEVEL = {"tokens": 0.06, "responses": 0.6}, 0.25  # half of what the engines of the ladder show, and less
 SPLIT = 4  # fewest responses, factor and deviations between two sizes of mismatch; recorded engines reach 2 and 3
-ROUNDS = 16  # after which the line between two sizes of mismatch hardly moves
+ROUNDS = 16  # in which the line between two sizes of mismatch comes to rest
 ALIKE = 0.8  # share of the responses over which the mismatch is spread; recorded engines show 0.83 and more
 LOCAL = {"placeholder", "changed-response", "end-token", "template", "stale-weights", "jump", "rise", "route"}
 PART = 0.2
@@ -140,9 +140,10 @@ class Facts:
 
     @cached_property
     def heavy(self) -> Bool[Tensor, " N"]:
-        """The responses with more of the mismatch a token than midway between the two parts that this line divides.
+        """The responses above the line between two sizes of mismatch a token.
 
-        It is sought from the mean on. The means of both parts are of the logarithms, so that few responses count.
+        The line starts at the mean. It moves, `ROUNDS` times, to the middle between the mean logarithms of both parts.
+        Logarithms let a few responses count as a part.
         """
         size = (self.rows[2] / self.rows[1].clamp(min=1) * self.rows[1].sum() / self.mass).clamp(min=1e-30).log()
         line, counted = 0.0, size[self.measured]
@@ -558,7 +559,7 @@ def _other_weights(facts: Facts) -> Numbers | None:
 
 
 def _other_weights_of_part(facts: Facts) -> Numbers | None:
-    """Other weights of one engine of several: the trainer finds the tokens of several changed responses unlikely."""
+    """Other weights of one engine of several: changed responses, whose tokens the trainer finds unlikely."""
     part, changed = facts.within(facts.broken), _pairing(facts, of_all=False)
     if not changed or facts.broken.sum() < SPLIT or part.sums["usable"] < LEAST_TOKENS or part.mean > -slope.UNLIKELY:
         return None

@@ -13,7 +13,7 @@ SHIFTS = (-2, -1, 0, 1, 2)
 HERE = SHIFTS.index(0)
 LONG_ENOUGH = 16  # usable tokens of a sequence whose correlation is read, and of either end that a cause may touch
 SUMS = 6  # number, x, y, x^2, y^2 and xy of pairs
-BROKEN = 0.6  # a correlation above this is never a sign; half of it of one turn of several, as turns are many
+BROKEN = 0.6  # a correlation above this is never a sign; for one turn of several half of it, since turns are many
 # In 999 of 1,000 clean responses 1 - correlation is at most (1.3 + 11 / sqrt(tokens)) times KL over variance.
 QUANTILE, QUANTILE_OF_FEW = 1.3, 11.0
 LEAST_KL = 0.003

@@ -159,7 +159,7 @@ def _ranked(named: Judged, ranking: Sequence[Judged], by_row: str) -> tuple[Cand
             return best.candidate, [by_row, words, *_why(best, None)]
     alike = [name for name, (gain, interval) in gains.items() if abs(gain) <= max(interval, ALIKE)]
     if alike:
-        reasons.append(f"as good within the interval: {', '.join(sorted(alike, key='tis'.__ne__)[:SHOWN])}")
+        reasons.append(f"as good within the interval: {', '.join(sorted(alike, key=lambda x: x != 'tis')[:SHOWN])}")
     return named.candidate if named.candidate.config.corrects else _preset("metrics-only"), reasons
 
 

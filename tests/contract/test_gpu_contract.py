@@ -64,15 +64,19 @@ def test_the_fewest_ranks_that_hold_are_taken() -> None:
 @pytest.mark.parametrize(
     ("backend", "layout", "message"),
     [
-        ("megatron", {}, "trainer tensor parallel 1 .* engine tensor parallel 1: the o product"),
+        ("megatron", {}, "trainer_tp 1 x context_parallel 1, engine_tp 1: the o product"),
         ("megatron", {"trainer_tp": 2, "engine_tp": 1}, "two orders"),
         ("megatron", {"trainer_tp": 1, "context_parallel": 2, "engine_tp": 2}, "the down product"),
         ("megatron", {"trainer_tp": 2, "engine_tp": 2}, "the down product adds .* both to 8"),
         ("megatron", {"trainer_tp": 0}, "trainer_tp: got 0; a side has 1 rank or more"),
         ("megatron", {"engine_tp": -2}, "engine_tp: got -2"),
         ("megatron", {"context_parallel": 0}, "context_parallel: got 0"),
-        ("megatron", {"trainer_tp": 16, "engine_tp": 16}, "16 x context parallel 1 does not share out 32 heads in 8"),
-        ("fsdp", {"engine_tp": 2}, "set --rollout-num-gpus-per-engine 1"),
+        (
+            "megatron",
+            {"trainer_tp": 16, "engine_tp": 16},
+            "trainer_tp 16 x context_parallel 1 does not share out 32 he",
+        ),
+        ("fsdp", {"engine_tp": 2}, "set engine_tp 1$"),
         ("fsdp", {"trainer_tp": 2, "engine_tp": 2}, "data parallel alone"),
         ("fsdp", {"context_parallel": 2}, "data parallel alone"),
         ("fsdp", {"dtype": "fp32"}, "dtype: got 'fp32'"),
@@ -92,13 +96,13 @@ def test_ulysses_shares_the_heads_of_a_tensor_parallel_rank() -> None:
     size = Size(1024, 4096, 24, 8, 128, 151936)
     layout = {"trainer_tp": 8, "engine_tp": 8, "size": size}
     gpu_contract("qwen3-dense", "megatron", **layout)
-    with pytest.raises(ContractError, match="tensor parallel 8 x context parallel 2 does not share out 24 heads"):
+    with pytest.raises(ContractError, match="trainer_tp 8 x context_parallel 2 does not share out 24 heads"):
         gpu_contract("qwen3-dense", "megatron", **{**layout, "engine_tp": 16}, context_parallel=2)
 
 
 def test_the_advice_of_a_size_that_few_ranks_share_is_of_the_users_ranks() -> None:
     """An MLP of 3076 columns cannot be cut into 8 equal parts, one for each rank."""
-    with pytest.raises(ContractError, match="engine tensor parallel 1: the o product .* both to 2 or 4$"):
+    with pytest.raises(ContractError, match="engine_tp 1: the o product .* trainer_tp and engine_tp both to 2 or 4$"):
         gpu_contract("qwen3-dense", "megatron", size=Size(1024, 3076, 16, 8, 128, 151936))
 
 

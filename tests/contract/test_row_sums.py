@@ -90,7 +90,7 @@ def test_equal_orders_give_equal_bits_and_unequal_ones_do_not() -> None:
 
 
 def test_ranks_that_no_tree_takes_are_refused() -> None:
-    with pytest.raises(ContractError, match="engine tensor parallel 3: the tree .* needs a power of two"):
+    with pytest.raises(ContractError, match="engine_tp 3: the tree .* needs a power of two"):
         engine_order(4096, 3)
-    with pytest.raises(ContractError, match="trainer tensor parallel 8 does not divide the 4100 columns"):
+    with pytest.raises(ContractError, match="trainer_tp 8 does not divide the 4100 columns"):
         megatron_order(4100, 8, 1)

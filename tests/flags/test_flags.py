@@ -201,6 +201,15 @@ def test_a_setting_that_breaks_it_is_refused(rule, tmp_path: Path) -> None:
         check_host(args)
 
 
+def test_a_layout_is_refused_in_the_flags_of_miles(tmp_path: Path) -> None:
+    layout = {"tensor_model_parallel_size": 2, "rollout_num_gpus_per_engine": 1}
+    quoted = (
+        "^--tensor-model-parallel-size 2 x --context-parallel-size 4, --rollout-num-gpus-per-engine 1: the .* orders"
+    )
+    with pytest.raises(ContractError, match=quoted):
+        check_host(host_args("megatron", config(tmp_path), **layout))
+
+
 @pytest.mark.parametrize(("value", "gemm"), [("0", "triton_persistent"), ("1", "deep_gemm")])
 def test_the_environment_tells_the_engines_product(value: str, gemm: str, tmp_path: Path) -> None:
     args = host_args("megatron", config(tmp_path))

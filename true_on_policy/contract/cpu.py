@@ -88,22 +88,22 @@ class Contract:
     def __post_init__(self):
         for name, choices in CHOICES.items():
             if (given := getattr(self, name)) not in choices:
-                raise ContractError(f"contract.{name}: got {given!r}; choose one of {', '.join(choices)}")
+                raise ContractError(f"{{contract.{name}}}: got {given!r}; choose one of {', '.join(choices)}")
         _check_tensor_parallel(self.trainer_tensor_parallel, self.engine_tensor_parallel, self.leaves)
 
 
 def _check_tensor_parallel(trainer: int, engine: int, leaves: int) -> None:
     if leaves < 1 or leaves & (leaves - 1):
-        raise ContractError(f"contract.leaves: got {leaves}; choose a power of two")
+        raise ContractError(f"{{contract.leaves}}: got {leaves}; choose a power of two")
     if leaves == 1 and trainer != engine:
         raise ContractError(
-            f"contract.trainer_tensor_parallel: {trainer} but contract.engine_tensor_parallel: {engine}. A "
+            f"{{contract.trainer_tensor_parallel}}: {trainer} but {{contract.engine_tensor_parallel}}: {engine}. A "
             "row-parallel layer adds one partial sum per rank, so another number of ranks rounds differently; set "
-            "both equal, or contract.leaves to a power of two that both divide"
+            "both equal, or {contract.leaves} to a power of two that both divide"
         )
     for name, ranks in (("trainer", trainer), ("engine", engine)):
         if ranks < 1 or (leaves > 1 and leaves % ranks):
             raise ContractError(
-                f"contract.{name}_tensor_parallel: {ranks} cannot share out contract.leaves: {leaves}; "
+                f"{{contract.{name}_tensor_parallel}}: {ranks} cannot share out {{contract.leaves}}: {leaves}; "
                 "choose ranks that divide the leaves"
             )

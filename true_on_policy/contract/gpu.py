@@ -244,11 +244,11 @@ def check_environment(contract: GpuContract, environment: Mapping[str, str]) -> 
 def _check_layout(contract: GpuContract) -> None:
     for name in ("context_parallel", "trainer_tp", "engine_tp"):
         if getattr(contract, name) < 1:
-            raise ContractError(f"{name}: got {getattr(contract, name)}; a side has 1 rank or more")
+            raise ContractError(f"{{{name}}}: got {getattr(contract, name)}; a side has 1 rank or more")
     if contract.dtype != "bf16":
         raise ContractError(f"dtype: got {contract.dtype!r}; kernels for both sides exist in bf16 alone")
     if contract.backend == "fsdp" and (contract.trainer_tp, contract.context_parallel) != (1, 1):
-        raise ContractError("fsdp is data parallel alone; set trainer tensor parallel 1 and context parallel 1")
+        raise ContractError("fsdp is data parallel alone; set {trainer_tp} 1 and {context_parallel} 1")
     if contract.attention != "fa3":
         raise ContractError(f"attention: {contract.attention!r} {NO_TWIN}")
     if contract.size is not None:
@@ -263,15 +263,15 @@ def _check_size(contract: GpuContract, size: Size) -> None:
             raise ContractError(f"the {name} product has {columns} columns; a model's has 1 to {MOST_COLUMNS}")
         ours = fsdp_order(columns) if contract.backend == "fsdp" else megatron_order(columns, tensor, context)
         if ours != engine_order(columns, contract.engine_tp):
-            advice = "set --rollout-num-gpus-per-engine 1" if contract.backend == "fsdp" else _advice(size, context)
+            advice = "set {engine_tp} 1" if contract.backend == "fsdp" else _advice(size, context)
             raise ContractError(
-                f"trainer tensor parallel {tensor} x context parallel {context}, engine tensor "
-                f"parallel {contract.engine_tp}: the {name} product adds the parts of its {columns} columns in two "
-                f"orders, so it rounds differently (read in the sources, see contract/row_sums.py); {advice}"
+                f"{{trainer_tp}} {tensor} x {{context_parallel}} {context}, {{engine_tp}} {contract.engine_tp}: the "
+                f"{name} product adds the parts of its {columns} columns in two orders, so it rounds differently (read "
+                f"in the sources, see contract/row_sums.py); {advice}"
             )
     if not _shares_heads(size, tensor, context):
         raise ContractError(
-            f"trainer tensor parallel {tensor} x context parallel {context} does not share out "
+            f"{{trainer_tp}} {tensor} x {{context_parallel}} {context} does not share out "
             f"{size.num_attention_heads} heads in {size.num_key_value_heads} groups; tensor parallel must divide the "
             "groups, and both together the heads"
         )
@@ -282,13 +282,11 @@ def _advice(size: Size, context: int) -> str:
     for shared in dict.fromkeys((context, 1)):
         ranks = equal_ranks(size, shared)
         if ranks and shared > 1:
-            return (
-                f"beside --context-parallel-size {shared} set --tensor-model-parallel-size {ranks[0] // shared} and "
-                f"--rollout-num-gpus-per-engine {ranks[0]}"
-            )
+            tensor, engine = ranks[0] // shared, ranks[0]
+            return f"beside {{context_parallel}} {shared} set {{trainer_tp}} {tensor} and {{engine_tp}} {engine}"
         if ranks:
-            fitting, alone = " or ".join(map(str, ranks)), "--context-parallel-size 1, " * (context > 1)
-            return f"set {alone}--tensor-model-parallel-size and --rollout-num-gpus-per-engine both to {fitting}"
+            fitting, alone = " or ".join(map(str, ranks)), "{context_parallel} 1, " * (context > 1)
+            return f"set {alone}{{trainer_tp}} and {{engine_tp}} both to {fitting}"
     tried = ", ".join(map(str, RANKS))
     fsdp = "train it with FSDP (--backend fsdp here, --train-backend fsdp of Miles)"
     return f"with as many on both sides none of {tried} holds for this model; {fsdp}"

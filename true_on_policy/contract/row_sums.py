@@ -54,9 +54,9 @@ def fsdp_order(columns: int) -> Order:
 
 def _share(columns: int, ranks: int, side: str) -> int:
     if ranks < 1 or ranks & (ranks - 1):
-        raise ContractError(f"{side} tensor parallel {ranks}: the tree of partial sums needs a power of two")
+        raise ContractError(f"{{{side}_tp}} {ranks}: the tree of partial sums needs a power of two")
     if columns % ranks:
-        raise ContractError(f"{side} tensor parallel {ranks} does not divide the {columns} columns of a weight")
+        raise ContractError(f"{{{side}_tp}} {ranks} does not divide the {columns} columns of a weight")
     return columns // ranks
 
 

@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from functools import reduce
 from pathlib import Path
 from typing import Any, get_args
 
@@ -84,16 +83,19 @@ def _asked_contract(args: Any, environment: Mapping[str, str]) -> GpuContract:
     context = args.context_parallel_size if megatron else 1
     if context > 1 and plain(getattr(args, "cp_comm_type", None)) != "a2a":
         raise ContractError(f"cp_comm_type: got {args.cp_comm_type!r}: {REASONS['ring']}; --cp-comm-type a2a")
-    return gpu.gpu_contract(
-        family.name,
-        backend,
-        attention=getattr(args, "sglang_attention_backend", None) or "fa3",
-        trainer_tp=args.tensor_model_parallel_size if megatron else 1,
-        engine_tp=args.rollout_num_gpus_per_engine,
-        context_parallel=context,
-        engine_gemm=_GEMMS.get(environment.get(gpu.DEEP_GEMM, ""), TRAINER_GEMMS[backend]),
-        size=size,
-    )
+    try:
+        return gpu.gpu_contract(
+            family.name,
+            backend,
+            attention=getattr(args, "sglang_attention_backend", None) or "fa3",
+            trainer_tp=args.tensor_model_parallel_size if megatron else 1,
+            engine_tp=args.rollout_num_gpus_per_engine,
+            context_parallel=context,
+            engine_gemm=_GEMMS.get(environment.get(gpu.DEEP_GEMM, ""), TRAINER_GEMMS[backend]),
+            size=size,
+        )
+    except ContractError as error:
+        raise error.spelled(OF_MILES) from error
 
 
 _GEMMS: dict[str, GemmName] = {"0": "triton_persistent", "1": "deep_gemm"}
@@ -123,10 +125,10 @@ CONTRACT_ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-SPELLED = {
-    **{"trainer tensor parallel": "--tp", "engine tensor parallel": "--engine-tp", "context parallel": "--cp"},
-    **{"--tensor-model-parallel-size": "--tp", "--rollout-num-gpus-per-engine": "--engine-tp"},
-    "--context-parallel-size": "--cp",
+OURS = {"trainer_tp": "--tp", "engine_tp": "--engine-tp", "context_parallel": "--cp"}
+OF_MILES = {
+    **{"trainer_tp": "--tensor-model-parallel-size", "engine_tp": "--rollout-num-gpus-per-engine"},
+    "context_parallel": "--context-parallel-size",
 }
 
 
@@ -172,8 +174,8 @@ def contract_of(arguments: argparse.Namespace) -> GpuContract:
     layout = {"trainer_tp": tensor, "engine_tp": engine, "context_parallel": context}
     try:
         return gpu.model_contract(model, backend, **layout, engine_gemm=gemm)
-    except ContractError as error:  # quotes the flags that the user typed
-        raise ContractError(reduce(lambda text, pair: text.replace(*pair), SPELLED.items(), str(error))) from error
+    except ContractError as error:
+        raise error.spelled(OURS) from error
 
 
 logger = logging.getLogger("true_on_policy")

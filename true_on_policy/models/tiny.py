@@ -184,7 +184,7 @@ def check_shares(config: Any, contract: Contract) -> None:
     family = family_of(config)
     if family.experts and (contract.trainer_tensor_parallel, contract.leaves) != (1, 1):
         raise ContractError(
-            "contract.trainer_tensor_parallel, contract.leaves: a mixture of experts is proven on one rank and one "
+            "{contract.trainer_tensor_parallel}, {contract.leaves}: a mixture of experts is proven on one rank and one "
             "leaf; leave both at 1"
         )
     heads, ffn = config.num_attention_heads, config.intermediate_size
@@ -193,11 +193,11 @@ def check_shares(config: Any, contract: Contract) -> None:
         for size, what in ((heads, "attention heads"), (ffn, "columns of the MLP")):
             if size % ranks:
                 raise ContractError(
-                    f"contract.{side}_tensor_parallel: {ranks} ranks cannot share the model's {size} {what}"
+                    f"{{contract.{side}_tensor_parallel}}: {ranks} ranks cannot share the model's {size} {what}"
                 )
     for inputs, layer in ((heads * config.head_dim, "o_proj"), (ffn, "down_proj")):
         if inputs % contract.leaves:
-            raise ContractError(f"contract.leaves: {contract.leaves} do not divide the {inputs} inputs of {layer}")
+            raise ContractError(f"{{contract.leaves}}: {contract.leaves} do not divide the {inputs} inputs of {layer}")
 
 
 def placeholders(vocabulary: int) -> dict[str, int]:

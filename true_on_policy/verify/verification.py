@@ -1,7 +1,6 @@
 """The verification behind `python -m true_on_policy verify`, which `__main__.py` describes: chain and control."""
 
 import argparse
-import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -30,7 +29,7 @@ EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2, "incomplet
 UPDATES = 3
 SCORED_AT_ONCE = 8
 CONTROL_TOKENS = 500
-FIELD = re.compile(r"(?<![\w.])contract\.(\w+)")  # a field of the contract, as an error names it
+FLAGS = {f"contract.{field.name}": f"--{field.name.replace('_', '-')}" for field in fields(Contract)}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,7 +46,7 @@ def certified(arguments: argparse.Namespace) -> tuple[Certificate, Evidence, Evi
         with TemporaryDirectory(prefix="true-on-policy-") as scratch:
             certificate, off, on = verify(arguments, Path(scratch))
     except (ContractError, EngineError) as error:  # quotes the flags that the user typed
-        raise type(error)(FIELD.sub(lambda field: "--" + field[1].replace("_", "-"), str(error))) from error
+        raise error.spelled(FLAGS) from error
     print(certificate)
     if arguments.json:
         certificate.write(arguments.json)

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mis_plugins.config.file import SCRIPTS, text_of
+from mis_plugins.config.file import text_of
 from mis_plugins.config.loading import read_keys
 from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain.launch import bash, python
 from mis_plugins.explain.launch.judgement import Judgement, Want, arguments, judge
-from mis_plugins.explain.launch.reader import PACKAGES, Launch, Reading
+from mis_plugins.explain.launch.reader import PACKAGES, SCRIPTS, Launch, Reading
 from mis_plugins.hosts import checks
 from mis_plugins.hosts.arguments import recorded
 from mis_plugins.hosts.host import Host
@@ -38,9 +38,13 @@ def check(target: str, given: Sequence[str], host: Host | None, preset: str | No
     """What a launch script would load, in words, and the exit code.
 
     The code is 0 where it corrects or watches with this pack, 1 where lines have to change, which a diff shows, and 2
-    where the script does not tell. The user starts the script with `given`; `preset` shall correct in place of the
-    script's own config; `tell` says what a config does on a host. It raises ConfigError where no start of train.py can
-    be read, or the hooks would refuse the config.
+    where the script does not tell. A ConfigError says that no start of train.py can be read, or that the hooks would
+    refuse the config.
+
+    Args:
+        given: what the user starts the script with.
+        preset: the preset or file that shall correct, in place of the script's own config.
+        tell: what a config does on a host, in words, of its keys and its name.
     """
     path = Path(target)
     script = text_of(path)

@@ -106,7 +106,7 @@ class Judgement:
 def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, preset: str | None) -> Judgement:
     """Judge one start of train.py; raises ConfigError of a config that the hooks would refuse.
 
-    Without `asked` the host is whichever the script tells. Without `preset` its own config stays, or `tis` corrects.
+    Without `asked` the script tells the host. Without `preset` its own config corrects, or `tis` if it has none.
     """
     own_flags = _flags(launch.words)
     other = _other_trainer(asked, own_flags)

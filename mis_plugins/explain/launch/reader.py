@@ -13,6 +13,7 @@ from mis_plugins.shared.budget import VALUES, Clock
 
 PACKAGES = {"miles", "slime", "vime"}  # of the hosts whose launch scripts are read
 HERE = ("$PWD", "${PWD}", "$(pwd)")  # the folder where a script is started
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")  # endings of what a shell reads
 UNCALLED = "may start train.py too, and nothing that is read here calls it"
 DEEPEST = 32  # functions, sourced files and evaluated texts within one another
 Joined = dict[tuple[int, int], tuple[Any, Any, Any]]  # of two branches: the values of either, and both in one
@@ -190,7 +191,7 @@ class Reader(ABC):
                 self.join(names, scope, label, joined)
 
     def join(self, names: Mapping[str, Any], scope: dict[str, Any], branch: str, joined: Joined | None = None) -> None:
-        """Give a scope what `names`, of the branch, and it hold; by `joined` two names of one list keep one list."""
+        """Give a scope what it and `names`, of the branch, hold. By `joined` two names of one list keep one list."""
         joined = {} if joined is None else joined
         for name in {**names, **scope}:
             first, second = names.get(name, ()), scope.get(name, ())

@@ -137,7 +137,7 @@ def _alternatives(text: Text) -> Text:
 
 
 def flags_of(words: Sequence[Word], short: Sequence[str] = ()) -> Iterator[tuple[str, Word, Word | None]]:
-    """Each flag of a command, those of `short` too, with its word and its value, `--flag VALUE` or `--flag=VALUE`."""
+    """Each flag of a command, or of `short` with one dash, with its word, and its value or None."""
     for word, after in pairwise([*words, None]):
         flag, equals, _ = word.text.partition("=") if word else ("", "", "")
         if word and (flag.startswith("--") or flag in short):
@@ -150,7 +150,7 @@ def with_holes(text: Text) -> str:
 
 
 def with_places(words: Iterable[Word], text: Text) -> Iterator[Word]:
-    """The words of a command line, whose bytes their spans count, each with the lines and branch of its pieces."""
+    """The words of the command line `text`, each with the lines and the branch of the pieces that it comes from."""
     ends = list(accumulate(len(with_holes((piece,)).encode()) for piece in text))
     for word in words:
         begin, end = word.span or (0, 0)

@@ -51,6 +51,7 @@ def our_name(name: str) -> str:
 
 
 def _is_of_bypass(name: str) -> bool:
+    """Whether a name in a log is `IN_BYPASS`, in whatever folder of the tracker."""
     return name.endswith(IN_BYPASS) and our_name(name) == FIRST
 
 
@@ -82,6 +83,7 @@ class Points:
     is_measured: bool = False
 
     def at(self, step: int) -> dict[str, float]:
+        """The numbers of a step. `IN_BYPASS` of 0 counts as a mismatch of 0 where another step measured it."""
         is_zero = self.is_measured and any(map(_is_of_bypass, self.kept[step]))
         return {FIRST: 0.0} | self.kept[step] if is_zero else self.kept[step]
 

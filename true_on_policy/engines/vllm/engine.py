@@ -65,7 +65,9 @@ class VLLM(Served):
         pool: Pool = Pool(),
     ):
         if contract is not None and contract.leaves > 1:
-            raise EngineError(f"contract.leaves: {contract.leaves}: vLLM adds up no tree; give 1, or another engine")
+            raise EngineError(
+                f"{{contract.leaves}}: {contract.leaves}: vLLM adds up no tree; give 1, or another engine"
+            )
         self._version = 0
         command = [str(server.interpreter(self.name)), *_arguments(checkpoint, dtype, pool)]
         self._server = server.started(self.name, command, _environment(contract, order))

@@ -8,9 +8,10 @@ from mis_plugins.explain.launch.reader import Launch, Reading
 
 
 def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str] = ()) -> list[Launch]:
-    """Every start of train.py in a shell script, which the user starts with `arguments`, NAME=VALUE first.
+    """Every start of train.py in a shell script at `path`, from where the files that it sources are looked for.
 
-    It raises ConfigError where the script nests too deep, lines end in CR LF, or the parser of bash is not installed.
+    `arguments` are what the user starts the script with: NAME=VALUE of its environment, then its own arguments. A
+    ConfigError says that the script nests too deep, that lines end in CR LF, or that no parser of bash is installed.
     """
     shell = Shell(path, reading)
     shell.run_script(script, arguments)

@@ -7,12 +7,12 @@ from dataclasses import replace
 from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 
-from mis_plugins.config.file import SCRIPTS, text_of
+from mis_plugins.config.file import text_of
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.bash.builtins import DECLARES, FILLS, NAMES_TRAIN, PRINTS, Builtins, pair
 from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, Node, one_line, parsed, says
 from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LEFT, PUSHED, Value, as_words, depends
-from mis_plugins.explain.launch.reader import HERE, PACKAGES, Ended, Launch, Returned, is_train
+from mis_plugins.explain.launch.reader import HERE, PACKAGES, SCRIPTS, Ended, Launch, Returned, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, literal, shown, spaced, word_of
 
 BREAKS_LINES = re.compile("\r\n|\\A\ufeff(?!#)")  # letters to bash; a BOM before a comment does no harm
@@ -93,7 +93,7 @@ class Commands(Builtins):
                 self._launch(node, words)
 
     def _other_shell(self, before: Sequence[Text], text: Text, given: Sequence[Text]) -> None:
-        """Read a text as another shell, which sees what the script exports, and NAME=VALUE of the words before it."""
+        """Read a text as another shell: it sees what the script exports, and the NAME=VALUE words `before` it."""
         starts = [shown(word) for word in before]
         is_given = not before or starts[0] in HANDS_ON and not any(word.startswith(LETS_GO) for word in starts)
         own: dict[str, Value] = {FOLDER: self._folder(), "@": list(given[1:])}
@@ -114,7 +114,7 @@ class Commands(Builtins):
             self.attempt(lambda: self.evaluate(text))
 
     def _within(self, positional: list[Text], source: int, work: Callable[[], object], shares: bool = False) -> None:
-        """Run a function, a sourced file or a text; with `shares` the arguments that it sets are the script's too."""
+        """Run a function, a sourced file or a text. With `shares`, its `set` and `shift` act on the script."""
         with self.deeper(), self.now(positional=positional, source=source, returned=[]):
             try:
                 work()
@@ -171,7 +171,7 @@ class Commands(Builtins):
             self.unread(node, "runs another script, which is not read")
 
     def _starts(self, function: str) -> bool:
-        """Whether a function of the script starts a training; it is only tried, as `trap` or `parallel` may call it."""
+        """Whether a function starts a training. It is only tried, and leaves nothing behind."""
         functions, files, ended = dict(self.functions), dict(self.reading.files), self.reading.ended
         body, source = functions.pop(function)  # which may hand itself on
         with self.now(variables=dict(self.variables), functions=functions, found=[]):
@@ -255,7 +255,7 @@ class Commands(Builtins):
             self.unread(node, "its text is not known")
 
     def evaluate(self, text: Text, shares: bool = False) -> None:
-        """Read a text as a script, with a variable in place of each part not known; `shares` keeps what it sets."""
+        """Read a text as a script, a variable for each unknown part. With `shares` the script keeps what it sets."""
         with self.now(variables=self.variables if shares else dict(self.variables)):
             script = "".join(map(self._evaluated, self.reading.paid(text)))
             self._within(self.positional, len(self.texts), lambda: self.run_text(script), shares)
@@ -289,7 +289,7 @@ def is_unknown(word: Text) -> bool:
 
 
 def shell_of(words: Sequence[Text], switch: str) -> tuple[int, int]:
-    """Where a shell stands among words, and what follows its switch before any file, as `bash -c TEXT`, or the end."""
+    """The places of a shell and of the text behind its switch, as in `bash -c TEXT`; the number of words for none."""
     texts = [word_of(word).text for word in words]
     at = next((i for i, text in enumerate(texts) if text.rpartition("/")[2] in SHELLS), len(texts))
     is_entry = any("--entrypoint" in text for text in texts[: at + 1])  # of Docker, whose image stands behind it
@@ -299,7 +299,10 @@ def shell_of(words: Sequence[Text], switch: str) -> tuple[int, int]:
 
 
 def fed(words: Sequence[Text], count: int) -> list[Text]:
-    """The words of a command that one of the first `count` starts, with what `xargs` and the like read for it."""
+    """The words of a command with a part that is not known wherever `xargs`, `parallel` or `find` puts what it reads.
+
+    One of the first `count` words may be such a program.
+    """
     before = [word_of(word).text for word in words[:count]]
     programs = [word.rpartition("/")[2] for word in before]
     readers = [hole(f"what {name} reads") for name in programs if name in READS]

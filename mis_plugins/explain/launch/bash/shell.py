@@ -68,7 +68,8 @@ class Shell(Commands):
     def _status(self, node: Node, trusts: bool = True) -> bool | None:
         """Run a part of a list; whether it succeeds, None where only running the script would tell.
 
-        With `trusts` a part of which nothing is known succeeds, as `cd` before a start; what decides a value has none.
+        With `trusts` a part of which nothing is known is taken to succeed, as `cd` before a start does. Where the part
+        decides a value, or where a loop ends, callers do not trust it.
         """
         if node.type != "list":
             truth = self.truth(node)
