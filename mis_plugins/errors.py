@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 Error = TypeVar("Error", bound="UserError")
-FIELD = re.compile(r"(?<![^\s(])\{(\w+(?:\.\w+)*)\}")  # a word `{field}`, but not a user's `${...}` or `'{...}'`
+# A word `{field}`, but not a user's `${...}` or `'{...}'`, nor a set of numbers.
+FIELD = re.compile(r"(?<![^\s(])\{([^\W\d]\w*(?:\.\w+)*)\}")
 LARGEST = 2**63 - 1  # the largest 64-bit integer: seeds and sizes are such integers
 SHOWN = 40  # how many characters of a user's value an error shows
 
