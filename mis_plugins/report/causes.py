@@ -647,8 +647,6 @@ def _of_several(facts: Facts, place: int) -> bool:
 
 
 def _differing_weights(facts: Facts) -> Numbers | None:
-    if facts.evidence.by_id is None:
-        return None
     share, errors = id_share(facts.evidence.by_id)
     shown = share >= ID_SHARE + ID_SHARE_OF_K3 * facts.kl_k3 and errors >= STANDARD_ERRORS
     return {"share": share, "errors": errors, "share_of_all": share} if shown else None

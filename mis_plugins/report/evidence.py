@@ -100,7 +100,7 @@ class Evidence:
     sequences: int = 0
     seen: set[int] = field(default_factory=set)
     repeated: int = 0
-    by_id: Float[Tensor, "6 V"] | None = None
+    by_id: Float[Tensor, "6 V"] = field(default_factory=lambda: torch.zeros(6, 0))
 
     def add(self, batch: Batch, tokens: Tokens) -> None:
         ended = torch.tensor([record.truncated is not True for record in batch.records])
@@ -183,10 +183,11 @@ class Evidence:
         index, r, m = ids[named], tokens.log_ratio[named], tokens.log_probs[1, named]
         if not index.numel():
             return
-        size = int(index.max()) + 1
+        held = self.by_id.shape[1]
+        size = max(int(index.max()) + 1, held)
         rows = (torch.ones_like(r), r, m, r * r, m * m, r * m)
         added = torch.stack([torch.bincount(index, row, size) for row in rows])
-        self.by_id = added if self.by_id is None else _added(self.by_id, added)
+        self.by_id = torch.nn.functional.pad(self.by_id, (0, size - held)) + added
 
 
 def are_first(ids: Int[Tensor, " T"], positions: Int[Tensor, " T"]) -> Bool[Tensor, " T"]:
@@ -208,12 +209,6 @@ def in_unlikely_runs(
     number = (sure & ~before).cumsum(0) * sure  # of the token's run; 0 outside of runs
     count, log_prob = torch.bincount(number), torch.bincount(number, torch.where(sure, other, 0))
     return sure & ((log_prob < UNLIKELY * RUN) & (log_prob < CUT * count) & (count >= RUN))[number]
-
-
-def _added(first: Tensor, second: Tensor) -> Tensor:
-    size = max(first.shape[1], second.shape[1])
-    first, second = (torch.nn.functional.pad(table, (0, size - table.shape[1])) for table in (first, second))
-    return first + second
 
 
 def ends(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -35,12 +36,9 @@ def _probability(batch: Batch) -> Tensor:
     return torch.bucketize(batch.behavior.nan_to_num(0.0), edges, right=True)
 
 
-def _capped(name: str) -> Bucket:
-    def bucket(batch: Batch) -> Tensor | None:
-        numbers = batch.whole_numbers(name)
-        return None if numbers is None else numbers.clamp(max=LAST)
-
-    return bucket
+def _capped(batch: Batch, name: str) -> Tensor | None:
+    numbers = batch.whole_numbers(name)
+    return None if numbers is None else numbers.clamp(max=LAST)
 
 
 def _sign(batch: Batch) -> Tensor | None:
@@ -77,10 +75,10 @@ PLACES: dict[str, Place] = {
     "position": Place(lambda batch: doubling(batch.positions), SPANS, "place of the token in its response"),
     "length": Place(_length, SPANS, "length of the response in tokens"),
     "probability": Place(_probability, SHARES, "probability of the token under the rollout engine"),
-    "turn": Place(_capped("turns"), COUNTS, "turn of the token"),
+    "turn": Place(partial(_capped, name="turns"), COUNTS, "turn of the token"),
     "advantage": Place(_sign, ["negative", "zero", "positive"], "sign of the token's advantage"),
-    "age": Place(_capped("ages"), COUNTS, "trainer version less version that wrote the token"),
-    "route": Place(_capped("route_differs"), ["same", "differs"], "experts of trainer and engine"),
+    "age": Place(partial(_capped, name="ages"), COUNTS, "trainer version less version that wrote the token"),
+    "route": Place(partial(_capped, name="route_differs"), ["same", "differs"], "experts of trainer and engine"),
 }
 ROWS: dict[str, Callable[[Tokens], Float[Tensor, " T"]]] = {
     "tokens": lambda t: t.usable.double(),

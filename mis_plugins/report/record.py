@@ -71,18 +71,6 @@ class Record:
         tensors = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors)
 
-    @property
-    def ages(self) -> Int[Tensor, " R"] | None:
-        """Trainer version less each token's version. Without a trainer version the newest token counts as age 0."""
-        return None if self.newest is None or self.versions is None else self.newest - self.versions
-
-    @property
-    def newest(self) -> int | None:
-        """The trainer's version, or that of the newest token; None where no token has one."""
-        if self.versions is None or not self.size:
-            return None
-        return int(self.versions.max()) if self.trainer_version is None else self.trainer_version
-
 
 LONGEST_TEXT = 20_000  # letters that are kept of a prompt or a response
 LONGEST_WORD = 200  # letters that are kept of a token's text or of a sample's name
@@ -256,19 +244,21 @@ class Batch:
     @cached_property
     def advantages(self) -> Float[Tensor, " T"] | None:
         """Advantages, NaN of a response without; None where no response has them."""
-        return self._column("advantages", torch.nan, torch.float32)
+        return self._column([record.advantages for record in self.records], torch.nan, torch.float32)
 
     def whole_numbers(self, name: str) -> Int[Tensor, " T"] | None:
-        """The records' `tokens`, `ages`, `turns` or `route_differs`, -1 where unknown; None where all are.
+        """The records' `tokens`, `ages`, `turns` or `route_differs`, -1 where unknown; None where all are."""
+        columns = self._ages() if name == "ages" else [getattr(record, name) for record in self.records]
+        return self._column(columns, UNKNOWN, torch.int64)
+
+    def _ages(self) -> list[Int[Tensor, " R"] | None]:
+        """Trainer version less each token's version; None of a record without.
 
         Without a trainer version the newest token of the batch counts as age 0: one step trained on all its responses.
         """
-        if name != "ages":
-            return self._column(name, UNKNOWN, torch.int64)
-        newest = max((record.newest for record in self.records if record.newest is not None), default=None)
-        given = (newest if record.trainer_version is None else record.trainer_version for record in self.records)
-        dated = [replace(record, trainer_version=trainer) for record, trainer in zip(self.records, given, strict=True)]
-        return Batch(self.step, tuple(dated))._column(name, UNKNOWN, torch.int64)
+        pairs = [(record.trainer_version, record.versions if record.size else None) for record in self.records]
+        newest = max((int(x.max()) if of is None else of for of, x in pairs if x is not None), default=0)
+        return [None if x is None else (newest if of is None else of) - x for of, x in pairs]
 
     @cached_property
     def positions(self) -> Int[Tensor, " T"]:
@@ -276,8 +266,8 @@ class Batch:
         starts = self.ragged.to_tokens(self.ragged.cu_seqlens[:-1])
         return torch.arange(starts.numel()) - starts
 
-    def _column(self, name: str, missing: float, dtype: torch.dtype) -> Tensor | None:
-        values = [getattr(record, name) for record in self.records]
+    def _column(self, values: Sequence[Tensor | None], missing: float, dtype: torch.dtype) -> Tensor | None:
+        """The values of all records, end to end, with `missing` for those of a record without; None without any."""
         if all(value is None for value in values):
             return None
         filled = (

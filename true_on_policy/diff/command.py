@@ -103,11 +103,7 @@ def write_json(report: Report, file: Path) -> None:
         "a": str(report.a),
         "b": str(report.b),
         "verdict": VERDICTS[report.exit_code],
-        "counts": report.counts,
-        "left_out": report.left_out,
-        "no_rows": report.no_rows,
-        "tokens": report.tokens,
-        "masked": report.masked,
+        **{name: getattr(report, name) for name in ("counts", "left_out", "no_rows", "tokens", "masked")},
         "first_divergence": report.first and {
             "operation": report.first.operation,
             "tensor": _as_json(report.first),

@@ -160,7 +160,8 @@ def _files(path: Path) -> list[Path]:
         hint = f"; there are some in {', '.join(map(str, below[:5]))}" if below else ""
         raise RecordError(f"{path}: holds no {', '.join(READERS)}{hint}")
     others = {file for file in path.iterdir() if _holds_tensors(file) and not file.is_dir()}
-    missing = (file for index in path.glob("*.index.json") for file in read(index, partial(_missing, index)))
+    shards = (read(index, partial(_shards, index)) for index in path.glob("*.index.json"))
+    missing = (file for held in shards for file in held.values() if not file.exists())
     return [*{*files, *below, *others, *missing}]
 
 
@@ -191,10 +192,6 @@ def _shards(index: Path) -> dict[str, Path]:
     shards = {name: index.parent / str(shard) for name, shard in named.items()} if isinstance(named, dict) else {}
     formats = {file.suffix for file in index.parent.iterdir() if file.name != ARGUMENTS} & {".bin", ".safetensors"}
     return {name: shard for name, shard in shards.items() if not formats or shard.suffix in formats}
-
-
-def _missing(index: Path) -> list[Path]:
-    return [shard for shard in _shards(index).values() if not shard.exists()]
 
 
 def _chosen(index: Path, entries: Sequence[Entry]) -> Iterator[Entry]:

@@ -208,10 +208,10 @@ class Server:
     def close(self) -> None:
         """End the whole process group: ask first, kill after a grace period. `close` may be called twice."""
         atexit.unregister(self.close)
-        for stop, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, GRACE_SECONDS)):
+        for stop in (signal.SIGTERM, signal.SIGKILL):
             if not _signal_group(self._process.pid, stop):
                 break
-            _wait_for_group(self._process, seconds)
+            _wait_for_group(self._process)
         self._log.close()
         self._scratch.cleanup()
 
@@ -263,8 +263,8 @@ def _signal_group(group: int, what: signal.Signals | int) -> bool:
     return True
 
 
-def _wait_for_group(leader: subprocess.Popen, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+def _wait_for_group(leader: subprocess.Popen) -> None:
+    deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
         leader.poll()  # reap the leader: a zombie would keep its group alive
         if not _signal_group(leader.pid, 0):

@@ -39,7 +39,7 @@ class NamedTokens:
     @classmethod
     def none(cls, positions: int, k: int) -> "NamedTokens":
         """Positions at which the engine named no token."""
-        return cls(*(np.full((positions, k), fill, kind) for fill, kind in zip(NOT_NAMED, KINDS, strict=True)))
+        return cls(*(np.full((positions, k), fill, kind) for fill, kind in zip(NOT_NAMED, KINDS.values(), strict=True)))
 
     @classmethod
     def read(cls, meta_info: Mapping[str, Any], positions: int, k: int) -> "NamedTokens":
@@ -96,19 +96,13 @@ class NamedTokens:
         return {HEAD_IDS: self.ids.tobytes(), HEAD_LOG_PROBS: self.log_probs.tobytes()}
 
 
-KINDS = np.int32, np.float32
+KINDS = {HEAD_IDS: np.int32, HEAD_LOG_PROBS: np.float32}
 
 
 def unpacked(packed: Mapping[str, Any], positions: int) -> dict[str, Tensor]:
     """The two tensors that `NamedTokens.packed` wrote, `[response, k]`, by the keys of the loss hook's batch."""
-    kinds = {HEAD_IDS: torch.int32, HEAD_LOG_PROBS: torch.float32}
-    return {
-        name: torch.frombuffer(bytearray(packed[name]), dtype=kind).reshape(positions, -1)
-        if positions
-        else torch.empty(0, 1, dtype=kind)
-        for name, kind in kinds.items()
-        if name in packed
-    }
+    columns = {name: np.frombuffer(packed[name], kind).copy() for name, kind in KINDS.items() if name in packed}
+    return {name: torch.from_numpy(x.reshape(positions, -1 if positions else 1)) for name, x in columns.items()}
 
 
 def wanted(args: Any, flag: str = "") -> int:

@@ -82,8 +82,7 @@ def records(ranks: Sequence[Mapping[str, Any]], label: str, extra: host.Extra, p
             held[shard, place].append(Held(rank, place))
     for parts in held.values():
         rank, place = parts[0].rank, parts[0].place
-        record = problems.read(partial(_record, parts, extra), label, f"rank {rank['rank']}, sample {place}")
-        if record is not None:
+        if record := problems.read(partial(_record, parts, extra), label, f"rank {rank['rank']}, sample {place}"):
             yield record
 
 
