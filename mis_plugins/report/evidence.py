@@ -97,7 +97,6 @@ class Evidence:
     folds: Float[Tensor, "R F"] = field(default_factory=lambda: torch.zeros(len(RELATED), FOLDS).double())
     inner: list[Float[Tensor, "R _"]] = field(default_factory=list)
     rows: list[Float[Tensor, "3 _"]] = field(default_factory=list)
-    sequences: int = 0
     seen: set[int] = field(default_factory=set)
     repeated: int = 0
     by_id: Float[Tensor, "6 V"] = field(default_factory=lambda: torch.zeros(6, 0))
@@ -150,18 +149,17 @@ class Evidence:
         turn = (ragged.turns if turns is None else turns)[usable]
         y, x = tokens.log_probs[:, usable]
         r = 1 + tokens.excess[usable]
-        self.lists.add(x, y, owner, turn, ragged.size)
         counts, masses = ragged.sums(usable, mass(tokens))
         self.rows.append(torch.stack([torch.full_like(masses, batch.step), counts, masses]))
         rows = torch.stack([torch.ones_like(x), x, y, x * x, y * y, x * y, r, r * r, 1 / r])
-        self.folds.index_add_(1, (owner + self.sequences) % FOLDS, rows)
+        self.folds.index_add_(1, (owner + self.lists.size) % FOLDS, rows)
+        self.lists.add(x, y, owner, turn, ragged.size)
         first, last = ends(ragged, usable, LONG_ENOUGH, LONG_ENOUGH)
         touched = first | last | fills
         for name in ("route_differs", "ages"):
             if (numbers := batch.whole_numbers(name)) is not None:
                 touched |= numbers > 0
         self.inner.append(rows.new_zeros(len(RELATED), ragged.size).index_add_(1, owner, rows * ~touched[usable]))
-        self.sequences += ragged.size
 
     def within(self, kept: Bool[Tensor, " N"]) -> Float[Tensor, "R F"]:
         """`folds` over the `inner` tokens of some sequences."""

@@ -174,8 +174,7 @@ def walk(survey: Survey, sources: Sequence[Source], problems: Problems, tell: To
                 lambda done=done: tell(done + problems.bytes_read, total),
             )
             if (seen, lost) == (survey.sequences, problems.of_file.total()):
-                problems.add("holds no token", source.name)
-                problems.torn[source.name] = None
+                problems.add("holds no token", source.name, torn=True)
             survey.rejected += problems.of_file.total() - lost - (len(problems.torn) - torn)
             survey.torn = tuple(problems.torn)
             done += source.size

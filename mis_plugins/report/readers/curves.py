@@ -59,8 +59,7 @@ def curve(paths: Sequence[Path], kind: str, problems: Problems) -> Curve:
     """The numbers of one run's files by step; where the end of a file is damaged, those before it."""
     points = Points()
     for path in paths:
-        if problems.read(lambda path=path: _add_rows(points, path, kind, problems), path) is None:
-            problems.torn[str(path)] = None
+        problems.read(partial(_add_rows, points, path, kind, problems), path, torn=True)
     more = f" and {len(paths) - 1} more" if paths[1:] else ""
     return Curve(f"{paths[0]}{more}", {step: points.at(step) for step in sorted(points.kept)}, points.replaced)
 
@@ -110,14 +109,13 @@ class Points:
         del self.order[first:]
 
 
-def _add_rows(points: Points, path: Path, kind: str, problems: Problems) -> bool:
+def _add_rows(points: Points, path: Path, kind: str, problems: Problems) -> None:
     size, held = size_of(path), 0
     for step, row in problems.each(READERS[kind](path, problems), path, size):
         held += len(row)
         ITEMS.check(held, size, path)
         points.add(step, row)
         STEPS.check(len(points.kept), size, path)
-    return True
 
 
 def _badness(limits: Limits, value: float) -> int:

@@ -81,9 +81,7 @@ def objects(path: Path, problems: "Problems", head: bool = False) -> Iterator[tu
             inflated += len(line)
             INFLATED.check(inflated if file is not packed else 0, size, path)
             place = f"line {number}"
-            mapping = problems.read(partial(_object, line, path), path, place)
-            if mapping is None and line.strip() and not line.endswith(b"\n"):
-                problems.torn[str(path)] = None
+            mapping = problems.read(partial(_object, line, path), path, place, torn=not line.endswith(b"\n"))
             problems.bytes_read = packed.tell()
             if mapping is not None:
                 yield place, mapping
@@ -170,24 +168,26 @@ class Problems:
     of_file: Counter[str] = field(default_factory=Counter)
     torn: dict[str, None] = field(default_factory=dict)
 
-    def add(self, reason: str, file: object = "", place: object = "") -> None:
-        """Tell what was not read, and why."""
+    def add(self, reason: str, file: object = "", place: object = "", torn: bool = False) -> None:
+        """Tell what was not read, and why; `torn` says that the file could not be read to its end."""
+        self.torn |= {str(file): None} if torn else {}
         problem = Problem(str(file), str(place), reason)
         self.of_file[problem.file] += 1
         if self.of_file[problem.file] <= self.EACH and len(self.kept) < self.MOST:
             self.kept.append(problem)
 
-    def read(self, function: Callable[[], T], file: object, place: object = "") -> T | None:
+    def read(self, function: Callable[[], T], file: object, place: object = "", torn: bool = False) -> T | None:
         """What `function` reads of one file or one record; None where it fails, which is told.
 
         Args:
             place: the line, row, sample or step within the file.
+            torn: whether the file counts as not read to its end where `function` fails.
         """
         try:
             return function()
         except BaseException as error:
             why = reason(error).removeprefix(f"{file}: ").removeprefix(f"{place}: ")
-            self.add(why if len(why) <= LONGEST else f"{why[:LONGEST]}...", file, place)
+            self.add(why if len(why) <= LONGEST else f"{why[:LONGEST]}...", file, place, torn)
             return None
 
     def each(self, items: Iterator[T], file: object, size: int, place: object = "") -> Iterator[T]:
@@ -201,10 +201,8 @@ class Problems:
             clock.check()
             return [item for item in (next(items, clock),) if item is not clock]  # pyright: ignore[reportReturnType]
 
-        while item := self.read(following, file, place):
+        while item := self.read(following, file, place, torn=True):
             yield from item
-        if item is None:
-            self.torn[str(file)] = None
 
     def first(self, most: int = MOST) -> list[Problem]:
         """The first `most` problems, and how many more there are."""

@@ -104,8 +104,7 @@ def _within(folder: Path, problems: Problems) -> Iterator[Path]:
     """Everything in a folder but folders. Links to folders may form a loop, and are not followed."""
 
     def unreadable(error: OSError) -> None:
-        problems.add(f"{error.strerror}", error.filename)
-        problems.torn[str(error.filename)] = None
+        problems.add(f"{error.strerror}", error.filename, torn=True)
 
     for where, folders, files in os.walk(folder, onerror=unreadable):
         for link in filter(Path.is_symlink, (Path(where, name) for name in folders)):
@@ -119,10 +118,7 @@ DATA = {".pt", ".jsonl", ".parquet"}  # the endings of files of tokens
 
 
 def _is_regular(file: Path, problems: Problems) -> bool:
-    is_readable = problems.read(lambda: Opened(file).file.close() or True, file) is not None
-    if not is_readable and _plain(file).suffix in DATA:
-        problems.torn[str(file)] = None
-    return is_readable
+    return problems.read(lambda: Opened(file).file.close() or True, file, torn=_plain(file).suffix in DATA) is not None
 
 
 def _is_saved(file: Path) -> bool:
@@ -163,7 +159,7 @@ def tell_nothing(file: Path, problems: Problems) -> None:
     A file that holds an object lacks keys, and its keys are told. A file without one breaks off, so that its tokens are
     lost: the fault of its first line is told, or that the file has none.
     """
-    broken = Problems()
+    broken, torn = Problems(), False
     head = broken.each(objects(file, broken, head=True), file, size_of(file))
     first = next((mapping for _, mapping in head), None)
     if first is not None and not LIMITS.keys().isdisjoint(map(curves.our_name, first)):
@@ -174,9 +170,8 @@ def tell_nothing(file: Path, problems: Problems) -> None:
         why = CSV
     else:
         wrong = [f"{problem.place}: {problem.reason}".removeprefix(": ") for problem in broken.kept[:1]]
-        why = "; ".join([*(wrong or ["holds no line"]), NOTHING])
-        problems.torn[str(file)] = None
-    problems.add(why, file)
+        why, torn = "; ".join([*(wrong or ["holds no line"]), NOTHING]), True
+    problems.add(why, file, torn=torn)
 
 
 def _plain(file: Path) -> Path:
