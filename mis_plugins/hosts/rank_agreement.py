@@ -151,7 +151,7 @@ def can_add_up(
         if corrected is False:
             raise Uncorrected
         return same_ranks
-    digest = _digest(sorted(map(repr, recorded)))
+    digest = int.from_bytes(hashlib.sha256(repr(sorted(map(repr, recorded))).encode()).digest()[:7])
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     marks = [began, not began, not same_ranks, corrected is True, corrected is False]
     mine = to_device([digest, -digest, *marks], device)
@@ -192,7 +192,3 @@ def raise_if_aborted(groups: Iterable[dist.ProcessGroup]) -> None:
         error = getattr(group, "errored", lambda: None)()
         if error is not None:
             raise error
-
-
-def _digest(settings: object) -> int:
-    return int.from_bytes(hashlib.sha256(repr(settings).encode()).digest()[:7])

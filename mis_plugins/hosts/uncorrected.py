@@ -7,6 +7,7 @@ in the config file that the host has read. A run does not get its correction whe
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from mis_plugins.config import messages, reading
@@ -151,12 +152,9 @@ def _reason(args: Any) -> Reason | None:
         return None
     if getattr(args, "get_mismatch_metrics", False):
         return MISMATCH_METRICS
-    if of_hooks(view(args)).get("use_tis") is False:
-        return Reason("use_tis: false in a hook's config", "say true there to correct, or drop it")
-    file = next((name for name, keys in _files(view(args)) if keys.get("use_tis") is False), None)
-    if file is None:
-        return None
-    return Reason(f"use_tis: false in {file}", "say true there to correct, or drop it")
+    sources = chain([("a hook's config", of_hooks(view(args)))], _files(view(args)))
+    where = next((name for name, keys in sources if keys.get("use_tis") is False), None)
+    return None if where is None else Reason(f"use_tis: false in {where}", "say true there to correct, or drop it")
 
 
 def _files(args: View) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -173,16 +173,14 @@ async def answered(stream: Callable[[], AsyncIterator[Chunk]], number: int) -> d
     """The answer of one call, put together from its stream; a stream that breaks is asked for again."""
     import httpx  # type: ignore[import-not-found]
 
-    for left in reversed(range(TRIES)):
+    for left in range(TRIES - 1, 0, -1):
         try:
             return await heard(stream(), number)
         except httpx.HTTPError as error:
-            if not left:
-                raise
             logger.info("generate: %s; asked again, %d tries left", error, left)
             NUMBERING.shelf.say(number, 0, [], [])
             await asyncio.sleep(PAUSE_S)
-    raise AssertionError("unreachable")
+    return await heard(stream(), number)
 
 
 async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
