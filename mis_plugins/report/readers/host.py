@@ -28,6 +28,9 @@ SIDES = "the engine's are rollout_log_probs, and log_probs the trainer's, recomp
 BESIDE = {"tokens", "raw_reward", "reward", "rewards", "truncated", "prompt", "response", "weight_versions"}
 READ = {*NAMES.values(), *BESIDE}
 
+# What is read as it stands of a sample in the rollout's own dump.
+OF_ROLLOUT = ("reward", "weight_versions", "rollout_log_probs", "prompt", "response")
+
 # What the rollout's dump tells of its samples, by index. Samples may share an index: copies of one prompt do.
 Extra = Mapping[Any, Sequence[Mapping[str, Any]]]
 
@@ -48,15 +51,9 @@ def rollout_extra(content: Mapping[str, Any]) -> Extra:
         if not isinstance(sample, dict):
             continue
         index = sample.get("index")
-        columns = {
-            "tokens": _digest(sample.get("tokens")),
-            "truncated": {"truncated": True, "completed": False}.get(str(sample.get("status"))),
-            "reward": sample.get("reward"),
-            "weight_versions": sample.get("weight_versions"),
-            "rollout_log_probs": tensor_of(sample.get("rollout_log_probs")),
-            "prompt": sample.get("prompt"),
-            "response": sample.get("response"),
-        }
+        columns = {name: tensor_of(sample.get(name)) for name in OF_ROLLOUT}
+        columns["tokens"] = _digest(sample.get("tokens"))
+        columns["truncated"] = {"truncated": True, "completed": False}.get(str(sample.get("status")))
         by_index[place if index is None else index].append(columns)
     return by_index
 
