@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher, get_close_matches
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import attrgetter
 from reprlib import repr as shortened
 from typing import Any
 
@@ -70,6 +71,18 @@ class Record:
         """A copy in memory of its own: a column of a dump is a view that keeps the whole file mapped."""
         tensors = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **tensors)
+
+    @property
+    def ages(self) -> Int[Tensor, " R"] | None:
+        """Trainer version less each token's version. Without a trainer version the newest token counts as age 0."""
+        return None if self.newest is None or self.versions is None else self.newest - self.versions
+
+    @property
+    def newest(self) -> int | None:
+        """The trainer's version, or that of the newest token; None where no token has one."""
+        if self.versions is None or not self.size:
+            return None
+        return int(self.versions.max()) if self.trainer_version is None else self.trainer_version
 
 
 LONGEST_TEXT = 20_000  # letters that are kept of a prompt or a response
@@ -244,21 +257,11 @@ class Batch:
     @cached_property
     def advantages(self) -> Float[Tensor, " T"] | None:
         """Advantages, NaN of a response without; None where no response has them."""
-        return self._column([record.advantages for record in self.records], torch.nan, torch.float32)
+        return self._column("advantages", torch.nan, torch.float32)
 
     def whole_numbers(self, name: str) -> Int[Tensor, " T"] | None:
         """The records' `tokens`, `ages`, `turns` or `route_differs`, -1 where unknown; None where all are."""
-        columns = self._ages() if name == "ages" else [getattr(record, name) for record in self.records]
-        return self._column(columns, UNKNOWN, torch.int64)
-
-    def _ages(self) -> list[Int[Tensor, " R"] | None]:
-        """Trainer version less each token's version; None of a record without.
-
-        Without a trainer version the newest token of the batch counts as age 0: one step trained on all its responses.
-        """
-        pairs = [(record.trainer_version, record.versions if record.size else None) for record in self.records]
-        newest = max((int(x.max()) if of is None else of for of, x in pairs if x is not None), default=0)
-        return [None if x is None else (newest if of is None else of) - x for of, x in pairs]
+        return self._column(name, UNKNOWN, torch.int64)
 
     @cached_property
     def positions(self) -> Int[Tensor, " T"]:
@@ -266,8 +269,8 @@ class Batch:
         starts = self.ragged.to_tokens(self.ragged.cu_seqlens[:-1])
         return torch.arange(starts.numel()) - starts
 
-    def _column(self, values: Sequence[Tensor | None], missing: float, dtype: torch.dtype) -> Tensor | None:
-        """The values of all records, end to end, with `missing` for those of a record without; None without any."""
+    def _column(self, name: str, missing: float, dtype: torch.dtype) -> Tensor | None:
+        values = [getattr(record, name) for record in self.records]
         if all(value is None for value in values):
             return None
         filled = (
@@ -277,11 +280,40 @@ class Batch:
         return torch.cat(list(filled))
 
 
+HELD = 2**22  # tokens of a step that wait for the newest version among them
+
+
+def dated(records: Iterable[Record]) -> Iterator[Record]:
+    """The records with a trainer version: where none is told, the newest token of the step has age 0.
+
+    One step trained on all its responses, so a step is held back to its end where its tokens alone have versions. Of a
+    step beyond `HELD` tokens the newest token so far counts.
+    """
+    for _, run in groupby(records, attrgetter("step")):
+        newest: int | None = None
+        while held := list(_until_dated(run)):
+            versions = (newest, *(record.newest for record in held))
+            newest = max((version for version in versions if version is not None), default=None)
+            for record in held:
+                is_dated = newest is None or record.trainer_version is not None
+                yield record if is_dated else replace(record, trainer_version=newest)
+
+
+def _until_dated(run: Iterable[Record]) -> Iterator[Record]:
+    """The next record of a step, and those behind it where one of them has versions without a trainer's."""
+    size, waits = 0, False
+    for record in run:
+        size, waits = size + record.size, waits or (record.versions is not None and record.trainer_version is None)
+        yield record
+        if not waits or size > HELD:
+            return
+
+
 def batches(records: Iterable[Record], tokens: int = BATCH_TOKENS) -> Iterator[Batch]:
     """Batches of at most `tokens` tokens, or of one longer response; responses of one step that follow one another."""
     held: list[Record] = []
     size = 0
-    for record in records:
+    for record in dated(records):
         if held and (record.step != held[0].step or size + record.size > tokens):
             yield Batch(held[0].step, tuple(held))
             held, size = [], 0

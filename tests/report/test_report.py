@@ -95,6 +95,19 @@ def test_batches_never_mix_steps_and_hold_their_size() -> None:
     ]  # fmt: skip
 
 
+def test_ages_count_from_the_newest_token_of_a_step_of_several_batches() -> None:
+    """No batch of older tokens alone is taken for one of age 0, whether its step is read first or behind another."""
+    versions = [4, 5, 4, 3, 9]
+    records = [
+        replace(made, versions=torch.full((made.size,), version), step=place // 4)
+        for place, (made, version) in enumerate(zip(some_records(lengths=[9] * 5), versions, strict=True))
+    ]
+    ages = [batch.whole_numbers("ages") for batch in batches(records, 10)]
+    assert [x.unique().tolist() for x in ages if x is not None] == [[1], [0], [1], [2], [0]]
+    dated = batches([replace(made, trainer_version=11) for made in records], 10)
+    assert [int(x.max()) for batch in dated if (x := batch.whole_numbers("ages")) is not None] == [7, 6, 7, 8, 2]
+
+
 @pytest.mark.parametrize(("plant", "cause"), PLANTS.items())
 def test_a_planted_cause_is_found_alone(plant: str, cause: str) -> None:
     assert [found.name for found in surveyed(planted(plant, seed=5)).findings] == [cause]
