@@ -283,26 +283,25 @@ class Batch:
 HELD = 2**22  # tokens of a step that wait for the newest version among them
 
 
-def dated(records: Iterable[Record]) -> Iterator[Record]:
-    """The records with a trainer version: where none is told, the newest token of the step has age 0.
+def dated(step: Iterator[Record]) -> Iterator[Record]:
+    """The records of a step with a trainer version: where none is told, the newest token of the step has age 0.
 
     One step trained on all its responses, so a step is held back to its end where its tokens alone have versions. Of a
     step beyond `HELD` tokens the newest token so far counts.
     """
-    for _, run in groupby(records, attrgetter("step")):
-        newest: int | None = None
-        while held := list(_until_dated(run)):
-            versions = (newest, *(record.newest for record in held))
-            newest = max((version for version in versions if version is not None), default=None)
-            for record in held:
-                is_dated = newest is None or record.trainer_version is not None
-                yield record if is_dated else replace(record, trainer_version=newest)
+    newest: int | None = None
+    while held := list(_until_dated(step)):
+        versions = (newest, *(record.newest for record in held))
+        newest = max((version for version in versions if version is not None), default=None)
+        for record in held:
+            is_dated = newest is None or record.trainer_version is not None
+            yield record if is_dated else replace(record, trainer_version=newest)
 
 
-def _until_dated(run: Iterable[Record]) -> Iterator[Record]:
+def _until_dated(step: Iterator[Record]) -> Iterator[Record]:
     """The next record of a step, and those behind it where one of them has versions without a trainer's."""
     size, waits = 0, False
-    for record in run:
+    for record in step:
         size, waits = size + record.size, waits or (record.versions is not None and record.trainer_version is None)
         yield record
         if not waits or size > HELD:
@@ -311,16 +310,15 @@ def _until_dated(run: Iterable[Record]) -> Iterator[Record]:
 
 def batches(records: Iterable[Record], tokens: int = BATCH_TOKENS) -> Iterator[Batch]:
     """Batches of at most `tokens` tokens, or of one longer response; responses of one step that follow one another."""
-    held: list[Record] = []
-    size = 0
-    for record in dated(records):
-        if held and (record.step != held[0].step or size + record.size > tokens):
-            yield Batch(held[0].step, tuple(held))
-            held, size = [], 0
-        held.append(record)
-        size += record.size
-    if held:
-        yield Batch(held[0].step, tuple(held))
+    for step, run in groupby(records, attrgetter("step")):
+        held, size = list[Record](), 0
+        for record in dated(run):
+            if held and size + record.size > tokens:
+                yield Batch(step, tuple(held))
+                held, size = [], 0
+            held.append(record)
+            size += record.size
+        yield Batch(step, tuple(held))
 
 
 SHOWN = 12  # keys of a file
