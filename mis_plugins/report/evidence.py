@@ -27,6 +27,7 @@ RUN = 3  # fewest such tokens of a run, which are as unlikely together as so man
 CUT = math.log(0.9)  # of a run the mean: a nucleus of one token seldom leaves less; above it rounding repeats numbers
 GRID = 64  # numbers of a person, as -1 or -20.5, are whole multiples of 1/64, and are few enough to keep each
 NEVER = -50.0  # a million tokens of this log-prob have a probability of 2e-16 together: none of a run was sampled
+MOST_RARE = 2**18  # numbers of one side, the lowest, whose repetition over batches is seen
 SIDES = ("trainer", "rollout")
 
 
@@ -70,6 +71,7 @@ class Evidence:
     fills: of each side and number the tokens with exactly that log-prob, and their sum of `mass`: 0 where the other
         side finds the token, or a run of such tokens, unlikely; numbers below `CUT` where the other is a nat away,
         and all below `NEVER`.
+    rare: of each side the numbers, and what `fills` would have of each, that fewer than `RUN` tokens have had.
     apart: of each side the tokens with such numbers, by their octave, from a power of two to the next.
     copied: number of usable tokens in responses whose lists are equal, as where one list is a copy of the other.
     certain: number of other usable tokens with log-prob 0 on both sides.
@@ -88,6 +90,7 @@ class Evidence:
     fills: defaultdict[tuple[str, float], Float[Tensor, " 2"]] = field(
         default_factory=lambda: defaultdict(lambda: torch.zeros(2).double())
     )
+    rare: dict[str, tuple[Float[Tensor, " _"], Float[Tensor, "_ 2"]]] = field(default_factory=dict)
     apart: Counter[tuple[str, int]] = field(default_factory=Counter)
     copied: int = 0
     certain: int = 0
@@ -134,12 +137,25 @@ class Evidence:
             octaves, counts = own[apart].frexp().exponent.unique(return_counts=True)
             self.apart.update({(side, place): n for place, n in zip(octaves.tolist(), counts.tolist(), strict=True)})
             numbers, place, counts = own[odd | apart].unique(return_inverse=True, return_counts=True)
-            sums = torch.stack([counts, torch.bincount(place, masses[odd | apart], len(numbers))], 1)
+            sums = torch.stack([counts, torch.bincount(place, masses[odd | apart], len(numbers))], 1).double()
             kept = (counts >= RUN) | (GRID * numbers).frac().eq(0)
             counted[odd | apart] |= kept[place]
-            for row in kept.nonzero().flatten().tolist():
-                self.fills[side, float(numbers[row])] += sums[row]
+            self._fill(side, numbers[kept], sums[kept])
+            self._fill_rare(side, numbers[~kept], sums[~kept])
         return counted
+
+    def _fill(self, side: str, numbers: Float[Tensor, " N"], sums: Float[Tensor, "N 2"]) -> None:
+        for number, row in zip(numbers.tolist(), sums, strict=True):
+            self.fills[side, number] += row
+
+    def _fill_rare(self, side: str, numbers: Float[Tensor, " N"], sums: Float[Tensor, "N 2"]) -> None:
+        """Add numbers that are rare in their batches to `fills` once `RUN` tokens of the run have had one."""
+        held, earlier = self.rare.get(side, (numbers[:0], sums[:0]))
+        numbers, place = torch.cat([held, numbers]).unique(return_inverse=True)
+        sums = sums.new_zeros(len(numbers), 2).index_add_(0, place, torch.cat([earlier, sums]))
+        often = sums[:, 0] >= RUN
+        self._fill(side, numbers[often], sums[often])
+        self.rare[side] = numbers[~often][:MOST_RARE], sums[~often][:MOST_RARE]
 
     def _add_lists(self, batch: Batch, tokens: Tokens, fills: Bool[Tensor, " T"]) -> None:
         """Add the pairs of both lists, and the sums of each fold."""

@@ -108,6 +108,14 @@ def test_ages_count_from_the_newest_token_of_a_step_of_several_batches() -> None
     assert [int(x.max()) for batch in dated if (x := batch.whole_numbers("ages")) is not None] == [7, 6, 7, 8, 2]
 
 
+def test_a_placeholder_of_two_tokens_a_step_is_found_over_all_steps() -> None:
+    """log(1e-8) in place of a log-prob is no round number, and too rare in each step to be told from chance."""
+    records = planted(None, seed=5)
+    for last in {one.step: one for one in records}.values():
+        last.behavior_log_probs[[-9, -3]] = math.log(1e-8)
+    assert surveyed(records).findings[0].name == "placeholder"
+
+
 @pytest.mark.parametrize(("plant", "cause"), PLANTS.items())
 def test_a_planted_cause_is_found_alone(plant: str, cause: str) -> None:
     assert [found.name for found in surveyed(planted(plant, seed=5)).findings] == [cause]
