@@ -71,7 +71,7 @@ class Evidence:
     fills: of each side and number the tokens with exactly that log-prob, and their sum of `mass`: 0 where the other
         side finds the token, or a run of such tokens, unlikely; numbers below `CUT` where the other is a nat away,
         and all below `NEVER`.
-    rare: of each side the numbers, and what `fills` would have of each, that fewer than `RUN` tokens have had.
+    rare: of each side the numbers that fewer than `RUN` tokens have had, and what `fills` will have of each.
     apart: of each side the tokens with such numbers, by their octave, from a power of two to the next.
     copied: number of usable tokens in responses whose lists are equal, as where one list is a copy of the other.
     certain: number of other usable tokens with log-prob 0 on both sides.
@@ -138,24 +138,22 @@ class Evidence:
             self.apart.update({(side, place): n for place, n in zip(octaves.tolist(), counts.tolist(), strict=True)})
             numbers, place, counts = own[odd | apart].unique(return_inverse=True, return_counts=True)
             sums = torch.stack([counts, torch.bincount(place, masses[odd | apart], len(numbers))], 1).double()
-            kept = (counts >= RUN) | (GRID * numbers).frac().eq(0)
-            counted[odd | apart] |= kept[place]
-            self._fill(side, numbers[kept], sums[kept])
-            self._fill_rare(side, numbers[~kept], sums[~kept])
+            counted[odd | apart] |= self._fill(side, numbers, sums)[place]
         return counted
 
-    def _fill(self, side: str, numbers: Float[Tensor, " N"], sums: Float[Tensor, "N 2"]) -> None:
-        for number, row in zip(numbers.tolist(), sums, strict=True):
-            self.fills[side, number] += row
+    def _fill(self, side: str, numbers: Float[Tensor, " N"], sums: Float[Tensor, "N 2"]) -> Bool[Tensor, " N"]:
+        """Add numbers to `fills`: a person's at once, and others when `RUN` tokens have had one; which ones were added.
 
-    def _fill_rare(self, side: str, numbers: Float[Tensor, " N"], sums: Float[Tensor, "N 2"]) -> None:
-        """Add numbers that are rare in their batches to `fills` once `RUN` tokens of the run have had one."""
+        A batch is as small as a step, so that numbers wait in `rare` for the batches behind.
+        """
         held, earlier = self.rare.get(side, (numbers[:0], sums[:0]))
-        numbers, place = torch.cat([held, numbers]).unique(return_inverse=True)
-        sums = sums.new_zeros(len(numbers), 2).index_add_(0, place, torch.cat([earlier, sums]))
-        often = sums[:, 0] >= RUN
-        self._fill(side, numbers[often], sums[often])
-        self.rare[side] = numbers[~often][:MOST_RARE], sums[~often][:MOST_RARE]
+        every, place = torch.cat([held, numbers]).unique(return_inverse=True)
+        total = sums.new_zeros(len(every), 2).index_add_(0, place, torch.cat([earlier, sums]))
+        kept = (total[:, 0] >= RUN) | (GRID * every).frac().eq(0)
+        for number, row in zip(every[kept].tolist(), total[kept], strict=True):
+            self.fills[side, number] += row
+        self.rare[side] = every[~kept][:MOST_RARE], total[~kept][:MOST_RARE]
+        return kept[place[len(held) :]]
 
     def _add_lists(self, batch: Batch, tokens: Tokens, fills: Bool[Tensor, " T"]) -> None:
         """Add the pairs of both lists, and the sums of each fold."""
