@@ -114,13 +114,8 @@ def args(**mis_keys: Any) -> Namespace:
     )  # fmt: skip
 
 
-def weight(bound: str | None) -> dict[str, Any] | None:
-    limits = {None: {}, "none": {}, "truncate": {"upper": UPPER}}.get(bound, {"lower": LOWER, "upper": UPPER})
-    return None if bound is None else {"bound": bound, **limits}
-
-
-def weigh_of(bound: str | None) -> center_oracle.Weigh:
-    return lambda ratio: 1.0 if bound is None else WEIGHTS[bound](ratio, LOWER, UPPER)
+weight = functools.partial(center_oracle.weight, low=LOWER, high=UPPER)
+weigh_of = functools.partial(center_oracle.weigh_of, low=LOWER, high=UPPER)
 
 
 def reducer(masks: Sequence[Tensor], local: Sequence[int]) -> Callable[[Tensor], Tensor]:
@@ -178,6 +173,15 @@ def error(found: Tensor, oracle: Tensor) -> float:
     return float((found.double() - oracle).abs().max() / oracle.abs().max())
 
 
+def assert_the_oracles(
+    batch: Batch, bound: str | None, keep: Callable[[int, int], bool] = lambda i, t: True, **mis_keys: Any
+) -> dict[str, Tensor]:
+    """The gradient with this bound is the oracle's over the tokens of `keep`; returns what is logged."""
+    _, gradient, logged = run(batch, args(weight=weight(bound), **mis_keys))
+    assert error(gradient, wanted(batch, bound, keep)) < 1e-6
+    return logged
+
+
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded host alone: torch's cross entropy for Megatron's, whose groups no forked rank may inherit."""
@@ -189,15 +193,12 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bound", [None, *WEIGHTS])
 def test_the_gradient_is_the_oracles(one_process: None, bound: str | None) -> None:
-    batch = Batch(3)
-    _, gradient, _ = run(batch, args(weight=weight(bound)))
-    assert error(gradient, wanted(batch, bound)) < 1e-6
+    assert_the_oracles(Batch(3), bound)
 
 
 def test_packed_sequences_are_not_padded(one_process: None) -> None:
     """Rows of `thd` have the sequences' own lengths, whatever else the batch says."""
-    _, gradient, _ = run(Batch(3, change=lambda host: host.update(max_seq_lens=[64] * len(LENGTHS))), args())
-    assert error(gradient, wanted(Batch(3), None)) < 1e-6
+    assert_the_oracles(Batch(3, change=lambda host: host.update(max_seq_lens=[64] * len(LENGTHS))), None)
 
 
 def test_heads_may_be_stacked_and_are_read_where_they_lie(one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,8 +299,7 @@ def test_a_rule_takes_the_term_along_and_a_mask_bound_does_not(one_process: None
     ratios = batch.ratios()
     kept = lambda i, t: 0.8 <= ratios[i][t] <= 1.2  # noqa: E731
     rule = {"over": "token", "lower": 0.8, "upper": 1.2}
-    _, gradient, _ = run(batch, args(weight=weight("mask"), reject=[rule]))
-    assert error(gradient, wanted(batch, "mask", kept)) < 1e-6
+    assert_the_oracles(batch, "mask", kept, reject=[rule])
     assert any(not kept(i, t) for i, n in enumerate(LENGTHS) for t in range(n) if batch.mask[i][t])
 
 
@@ -317,8 +317,7 @@ def test_m2po_takes_the_term_along(one_process: None, bound: str | None) -> None
     half = smallest[: len(smallest) // 2]
     below = math.fsum(squares[place] for place in half) / len(half)
     above = math.fsum(squares[place] for place in smallest[: len(half) + 1]) / (len(half) + 1)
-    _, gradient, _ = run(batch, args(weight=weight(bound), m2_threshold=(below + above) / 2))
-    assert error(gradient, wanted(batch, bound, lambda i, t: (i, t) in half)) < 1e-6
+    assert_the_oracles(batch, bound, lambda i, t: (i, t) in half, m2_threshold=(below + above) / 2)
 
 
 def test_a_mean_divides_all_three_alike(one_process: None) -> None:
@@ -333,8 +332,7 @@ def test_a_mean_divides_all_three_alike(one_process: None) -> None:
 
 def test_tokens_without_a_head_are_left_out_and_counted(one_process: None) -> None:
     batch = Batch(11, masked=0.0, change=lambda host: host["rollout_topk_log_probs"][2][3].fill_(-math.inf))
-    _, gradient, logged = run(batch, args(weight=weight("truncate"), metrics="full"))
-    assert error(gradient, wanted(batch, "truncate", lambda i, t: (i, t) != (2, 3))) < 1e-6
+    logged = assert_the_oracles(batch, "truncate", lambda i, t: (i, t) != (2, 3), metrics="full")
     assert float(logged["center_missing"]) == 1
     assert float(logged["center_drift"]) > 0 and float(logged["center_target_mass"]) > 0
 
@@ -360,13 +358,11 @@ def test_an_entry_of_the_head_without_a_log_prob_is_none(one_process: None, boun
 def test_opsm_takes_the_term_along(one_process: None) -> None:
     """Sequences with negative advantages that the policy has left lose their loss and its centering."""
     batch = Batch(17)
-    opsm = {"delta": 1e-9, "reference": "behavior"}
-    _, gradient, _ = run(batch, args(weight=weight("truncate"), opsm=opsm))
     logs = [[math.log(ratio) for ratio in row] for row in batch.ratios()]
     masked = [[x for x, valid in zip(*pair, strict=True) if valid] for pair in zip(logs, batch.mask, strict=True)]
     left = [-sum(row) / max(len(row), 1) > 1e-9 for row in masked]
     kept = lambda i, t: not (left[i] and batch.advantages[i][t] < 0)  # noqa: E731
-    assert error(gradient, wanted(batch, "truncate", kept)) < 1e-6
+    assert_the_oracles(batch, "truncate", kept, opsm={"delta": 1e-9, "reference": "behavior"})
     assert not all(kept(i, t) for i, n in enumerate(LENGTHS) for t in range(n))
 
 
@@ -375,10 +371,9 @@ def test_what_rules_and_opsm_give_back_keeps_its_term(one_process: None) -> None
     batch = Batch(17)
     batch.advantages = [[-1.0] * n for n in LENGTHS]
     rule, opsm = {"over": "mean", "upper": 1.0}, {"delta": 0.0, "reference": "behavior"}
-    keys = {"weight": None, "reject": [rule], "opsm": opsm}
-    assert not run(batch, args(**keys))[1].any()
-    _, gradient, _ = run(batch, args(**keys, on_all_rejected="keep"))
-    assert error(gradient, wanted(batch, None)) < 1e-6
+    keys = {"reject": [rule], "opsm": opsm}
+    assert not run(batch, args(weight=None, **keys))[1].any()
+    assert_the_oracles(batch, None, **keys, on_all_rejected="keep")
 
 
 def test_a_rule_that_down_weighs_scales_the_term(one_process: None) -> None:

@@ -3,6 +3,7 @@
 import random
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import center_oracle
@@ -17,22 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mis_plugins.config.model import WeightConfig
 from mis_plugins.loss import centering
-from mis_plugins.loss.centering import Candidates, Center, Vocabulary, center, weigh_with
+from mis_plugins.loss.centering import Candidates, Center, Vocabulary, Weigh, center, weigh_with
 
 VOCABULARY, LOWER, UPPER, TEMPERATURE = 12, 0.75, 1.3, 0.7
 KINDS = (None, *WEIGHTS)
 CLEAR = 1e-3  # how far ratios keep from a bound, so that float32 decides as float64 does
 
 
-def weight_config(bound: str | None) -> WeightConfig | None:
-    if bound is None:
-        return None
-    limits = {"none": {}, "truncate": {"upper": UPPER}}.get(bound, {"lower": LOWER, "upper": UPPER})
-    return WeightConfig("token", bound, **limits)
+def weigh_by(bound: str | None) -> Weigh:
+    given = center_oracle.weight(bound, LOWER, UPPER)
+    return weigh_with(None if given is None else WeightConfig("token", **given))
 
 
-def weigh_of(bound: str | None) -> center_oracle.Weigh:
-    return lambda ratio: 1.0 if bound is None else WEIGHTS[bound](ratio, LOWER, UPPER)
+weigh_of = partial(center_oracle.weigh_of, low=LOWER, high=UPPER)
 
 
 def softmax(logits: Sequence[float], kept: Sequence[int] | None = None) -> list[float]:
@@ -92,7 +90,7 @@ def target_of(batch: Sequence[Position], logits: Tensor) -> Tensor:
 
 def surrogates(batch: Sequence[Position], bound: str | None, logits: Tensor, padding: int = 0) -> tuple[Tensor, Center]:
     """sg(w) log p less the centering term, by ours."""
-    target, weigh = target_of(batch, logits), weigh_with(weight_config(bound))
+    target, weigh = target_of(batch, logits), weigh_by(bound)
     behavior = torch.tensor([one.engine[one.sampled] for one in batch], dtype=torch.float64).log()
     term = center(logits, target, all_of(batch), candidates_of(batch, logits.dtype, padding), weigh, TEMPERATURE)
     return weigh(target.detach() - behavior) * target - term.log_probs, term
@@ -177,8 +175,7 @@ def test_positions_without_a_term_may_hold_anything() -> None:
     behavior = known.behavior.clone()
     behavior[1], behavior[4] = torch.nan, -torch.inf
     hidden = Candidates(known.rows, known.sampled, known.ids, behavior)
-    target = torch.where(masked, torch.nan, target_of(batch, logits))
-    weigh = weigh_with(weight_config("truncate"))
+    target, weigh = torch.where(masked, torch.nan, target_of(batch, logits)), weigh_by("truncate")
     term = center(logits, target, ~masked, hidden, weigh, TEMPERATURE)
     plain = center(logits, target_of(batch, logits), all_of(batch), known, weigh, TEMPERATURE)
     assert torch.equal(term.log_probs[~masked], plain.log_probs[~masked]) and not term.log_probs[masked].any()
@@ -213,7 +210,7 @@ class Shard(torch.autograd.Function):
 
 def test_two_ranks_score_a_half_of_the_vocabulary_each(tmp_path: Path) -> None:
     batch, half = positions(41, 4), VOCABULARY // 2
-    logits, weigh = logits_of(batch, torch.float64), weigh_with(weight_config("truncate"))
+    logits, weigh = logits_of(batch, torch.float64), weigh_by("truncate")
     alone = center(
         logits, target_of(batch, logits), all_of(batch), candidates_of(batch, torch.float64), weigh, TEMPERATURE
     )
@@ -271,7 +268,7 @@ def test_nothing_of_the_vocabularys_size_is_made(monkeypatch: pytest.MonkeyPatch
     head = Candidates(torch.arange(tokens), sampled, top.indices.int(), top.values)
     target = torch.log_softmax(logits, -1).gather(-1, sampled[:, None])[:, 0].detach()
     with Largest() as forward:
-        term = center(logits, target, every, head, weigh_with(weight_config("truncate")))
+        term = center(logits, target, every, head, weigh_by("truncate"))
     assert forward.peak < 2 * tokens * k * 4
     outputs, received = ([term.log_probs, logits.view_as(logits)], [torch.ones(tokens), torch.zeros_like(logits)])
     with Largest() as backward:

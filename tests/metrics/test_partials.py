@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
+import drive
 import numpy as np
 import oracle
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
-from mis_plugins.correction.pipeline import Correction, correct
+from mis_plugins.correction.pipeline import Correction
 from mis_plugins.metrics import sketch, tokens
 from mis_plugins.metrics.partials import METRICS, finalize, partials
 from mis_plugins.metrics.quantity import QUANTILES
@@ -29,13 +30,9 @@ from mis_plugins.packing.ragged import Ragged, Responses
 SPLIT_DEPENDENT = ("micro_batches", "all_rejected")
 
 
-def corrected(batch: Batch, config: CorrectionConfig) -> Correction:
+def corrected(batch: Batch, config: CorrectionConfig, routes: Tensor | None = None) -> Correction:
     """The whole batch on one rank, with every total that the rows read."""
-    ends = torch.tensor([0, *batch.response_lengths]).cumsum(0)
-    ragged = Ragged(ends, batch.flat_mask)
-    everything = replace(config, metrics="all")
-    found = correct(*batch.joined(), ragged, everything)
-    return replace(found, config=config)
+    return replace(drive.corrected(batch, replace(config, metrics="all"), routes), config=config)
 
 
 def shard(c: Correction, owned: list[list[int]]) -> Correction:
@@ -173,10 +170,8 @@ def test_the_oracle_agrees_on_rules_over_routes(batch: Batch, data: st.DataObjec
     config = {"weight": None, "reject": [rule], "metrics": "full"}
     samples = [replace(one, routes=row) for one, row in zip(batch.samples, rows, strict=True)]
     wanted, everything = step_oracle.step_metrics(samples, config, oracle.correct(samples, config))
-    parsed, ends = from_mapping(config), torch.tensor([0, *batch.response_lengths]).cumsum(0)
-    ragged, routes = Ragged(ends, batch.flat_mask), torch.tensor(sum(rows, []))
-    made = correct(*batch.joined(), ragged, replace(parsed, metrics="all"), routes=routes)
-    found = finalize(partials(replace(made, config=parsed)), parsed)
+    parsed = from_mapping(config)
+    found = finalize(partials(corrected(batch, parsed, torch.tensor(sum(rows, [])))), parsed)
     of_rule = [name for name in wanted if name.startswith("rule_1_")]
     assert of_rule
     for name in of_rule:
@@ -215,10 +210,9 @@ def assert_correlation(name: str, found: float, value: float, s: step_oracle.Eve
 @pytest.mark.parametrize("name", ["prob_correlation", "log_prob_correlation"])
 def test_a_side_that_does_not_vary_has_no_correlation(name: str) -> None:
     """The difference of its mean square and squared mean is rounding, which a quotient would show as a number."""
-    ragged = Ragged(torch.tensor([0, 20]), torch.ones(20, dtype=torch.bool))
     config = CorrectionConfig(metrics="all")
-    for varied in (torch.full((20,), -0.5), -torch.rand(20, generator=torch.Generator().manual_seed(1))):
-        made = correct(torch.full((20,), -0.51), varied, ragged, config)
+    for varied in ([-0.5] * 20, (-torch.rand(20, generator=torch.Generator().manual_seed(1))).tolist()):
+        made = corrected(make_batch([([-0.51] * 20, varied, [1] * 20)]), config)
         assert math.isnan(finalize(partials(made), config).get(name, math.nan))
 
 

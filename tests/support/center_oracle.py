@@ -21,6 +21,16 @@ WEIGHTS: dict[str, Callable[[float, float, float], float]] = {
 }
 
 
+def weigh_of(bound: str | None, low: float, high: float) -> Weigh:
+    return lambda ratio: 1.0 if bound is None else WEIGHTS[bound](ratio, low, high)
+
+
+def weight(bound: str | None, low: float, high: float) -> dict[str, str | float] | None:
+    """The config of a weight: the bound, with the limits that it takes."""
+    limits = {"none": {}, "truncate": {"upper": high}}.get(bound or "", {"lower": low, "upper": high})
+    return None if bound is None else {"bound": bound, **limits}
+
+
 @dataclass(frozen=True)
 class Position:
     """One position: logits of the trainer, probabilities of the engine, what was sampled, and the head.
