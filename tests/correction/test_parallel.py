@@ -65,7 +65,7 @@ def random_batch(seed: int) -> Batch:
 def clear_batch(seed: int, config: dict) -> Batch:
     """The first batch from this seed on whose decisions all keep clear of their bounds."""
     candidates = (random_batch(seed + 1000 * i) for i in itertools.count())
-    return next(b for b in candidates if oracle.correct(b.samples, config).margin > DECISION)
+    return next(b for b in candidates if oracle.margin(b.samples, config) > DECISION)
 
 
 @cache

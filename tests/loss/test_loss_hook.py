@@ -863,11 +863,14 @@ def share_of(step: Step, config: dict) -> loss.Share:
     return loss.share_of(inputs, correction, in_force)
 
 
+FIRST_ALONE = {"statistic": "k1", "over": "sum", "lower": 34.0}  # a rule that keeps the first of bad sequences
+
+
 def test_the_breaker_sees_rules_and_opsm_together():
     """Rules leave one sequence and OPSM masks that one: nothing is left, and that is said whatever is done about it."""
     bad, good = all_bad(random_step(5)), random_step(5)
     opsm = {"opsm": {"delta": 0.05}}
-    first_alone = {"weight": None, "reject": [{"statistic": "k1", "over": "sum", "lower": 34.0}]}
+    first_alone = {"weight": None, "reject": [FIRST_ALONE]}
     counts = [share_of(bad, config).all_rejected for config in (opsm, first_alone, first_alone | opsm)]
     assert [bool(flag) for flag in counts] == [True, False, True]
     assert bool(share_of(bad, opsm | {"on_all_rejected": "keep"}).all_rejected)
@@ -1042,14 +1045,18 @@ def test_without_opsm_nothing_of_it_is_reported(logged: list[dict]):
     assert logged and not [name for name in logged[0] if name.startswith("opsm_")]
 
 
-def test_keep_gives_back_what_rules_and_opsm_took_together():
-    """In surrogate, entropy and KL alike, which the rule had taken from all sequences but one."""
-    step = all_bad(random_step(5))
-    rule = {"statistic": "k1", "over": "sum", "lower": 34.0}
-    both = {"weight": None, "reject": [rule], "opsm": {"delta": 0.05}, "on_all_rejected": "keep"}
-    for denominator, flags_beside in itertools.product(("original", "kept"), ({}, {"entropy_coef": 0.01, **KL})):
-        found = call(step, both | {"denominator": denominator}, **flags_beside)
-        assert_same(found, call(step, {}, **flags_beside))
+@pytest.mark.parametrize("rules", [[], [FIRST_ALONE]], ids=["OPSM", "a rule and OPSM"])
+@pytest.mark.parametrize("denominator", ["original", "kept"])
+def test_keep_gives_back_what_rules_and_opsm_took_together(denominator: str, rules: list[dict]):
+    """In surrogate, entropy and KL alike, which a rule had taken from all sequences but one."""
+    step, opsm = all_bad(random_step(5)), {"opsm": {"delta": 0.05}}
+    config = opsm | {"weight": None, "reject": rules, "on_all_rejected": "keep", "denominator": denominator}
+    for beside in ({}, {"entropy_coef": 0.01, **KL}):
+        found = call(step, config, **beside)
+        assert_same(found, call(step, {}, **beside))
+        assert found.metrics["opsm_clipfrac"] == 0
+    mended = first_good(step)
+    assert_same(call(mended, opsm | {"on_all_rejected": "keep"}), call(mended, opsm))
 
 
 def test_the_mean_of_the_rollout_serves_the_loss_hook():
@@ -1064,18 +1071,11 @@ def test_the_mean_of_the_rollout_serves_the_loss_hook():
     assert_same(found, call(step, alone))
 
 
-def test_opsm_of_everything_skips_or_keeps():
+def test_opsm_of_everything_skips():
     step = all_bad(random_step(5))
     skipped = call(step, {"opsm": {"delta": 0.05}})
     assert skipped.loss == 0 and not skipped.gradient.any()
     assert_close(skipped.metrics["opsm_clipfrac"], torch.tensor(float(sum(any(x.mask) for x in step.responses))))
-    for denominator in ("original", "kept"):
-        config = {"opsm": {"delta": 0.05}, "on_all_rejected": "keep", "denominator": denominator}
-        assert_same(call(step, config), call(step, {}))
-        assert call(step, config).metrics["opsm_clipfrac"] == 0
-    mended = first_good(all_bad(random_step(5)))
-    partly = call(mended, {"opsm": {"delta": 0.05}, "on_all_rejected": "keep"})
-    assert_same(partly, call(mended, {"opsm": {"delta": 0.05}}))
 
 
 def test_a_rank_without_tokens_still_has_a_gradient(monkeypatch: pytest.MonkeyPatch):
