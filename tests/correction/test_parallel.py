@@ -19,6 +19,7 @@ from launch import run_ranks, told
 from megatron.core import parallel_state as mpu
 from tolerances import DECISION, EPS
 
+from lab.tallies import tally
 from mis_plugins import mis
 
 FORMATS = ("thd", "bshd")
@@ -268,22 +269,6 @@ def test_only_the_loss_is_on_the_tape(tmp_path: Path):
         assert count <= 3 and excess <= 0, "the weights, the mask, the loss"
 
 
-def count_collectives(calls: Callable[[], object]) -> int:
-    """How often `torch.distributed` is entered, whatever the function."""
-    names = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all",
-             "all_to_all_single", "all_gather_object", "barrier", "reduce", "gather")  # fmt: skip
-    entered = []
-    originals = {name: getattr(dist, name) for name in names}
-    try:
-        for name, function in originals.items():
-            setattr(dist, name, lambda *a, _f=function, _n=name, **k: entered.append(_n) or _f(*a, **k))
-        calls()
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
-    return len(entered)
-
-
 BUDGETS = [
     ({"weight": {"level": "token", "upper": 2.0}, "metrics": "none"}, 0),
     ({"weight": {"level": "token", "upper": 2.0}}, 1),
@@ -306,9 +291,8 @@ def test_collectives_do_not_grow_with_the_sequences(tmp_path: Path):
             calls = [(host_args(mis=config), host_kwargs(c, c.batches[0], 2, rank % 2, None)[0]) for c in cases]
             for args, kwargs in calls:
                 mis.compute_mis_weights_with_cp(args, **kwargs)  # the config digest is exchanged once, at first use
-            counts.append(
-                [count_collectives(lambda c=call: mis.compute_mis_weights_with_cp(c[0], **c[1])) for call in calls]
-            )
+            tallies = [tally(lambda c=call: mis.compute_mis_weights_with_cp(c[0], **c[1])) for call in calls]
+            counts.append([each.collectives.total() for each in tallies])
         return counts
 
     for counts in run_ranks(4, 2, work, tmp_path):

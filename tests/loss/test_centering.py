@@ -1,21 +1,21 @@
 """Score centering against a dense float64 oracle, by identities, over tensor-parallel ranks, and by its memory."""
 
 import random
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import center_oracle
 import pytest
 import torch
 import torch.distributed as dist
-from center_oracle import WEIGHTS, Position
+from center_oracle import WEIGHTS, Position, largest_error
 from launch import run_ranks
 from tolerances import EPS64
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lab.tallies import peak_bytes, tally
 from mis_plugins.config.model import WeightConfig
 from mis_plugins.loss import centering
 from mis_plugins.loss.centering import Candidates, Center, Vocabulary, Weigh, center, weigh_with
@@ -94,10 +94,6 @@ def surrogates(batch: Sequence[Position], bound: str | None, logits: Tensor, pad
     behavior = torch.tensor([one.engine[one.sampled] for one in batch], dtype=torch.float64).log()
     term = center(logits, target, all_of(batch), candidates_of(batch, logits.dtype, padding), weigh, TEMPERATURE)
     return weigh(target.detach() - behavior) * target - term.log_probs, term
-
-
-def largest_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).abs().max() / wanted.abs().max())
 
 
 SHAPES = [pytest.param(4, False, id="top-4"), pytest.param(5, True, id="whole"), pytest.param(1, False, id="top-1"),
@@ -221,41 +217,18 @@ def test_two_ranks_score_a_half_of_the_vocabulary_each(tmp_path: Path) -> None:
         shard = logits.detach()[:, start : start + half].clone().requires_grad_()
         head = candidates_of(batch, torch.float64)
         target = Shard.apply(shard[1:-1] / TEMPERATURE, logits.detach()[1:-1] / TEMPERATURE, head.sampled, start)
-        calls = []
-        with pytest.MonkeyPatch.context() as patch:
-            own = dist.all_reduce
-            patch.setattr(dist, "all_reduce", lambda *given, **more: (calls.append(1), own(*given, **more)))
-            term = center(shard, target, all_of(batch), head, weigh, TEMPERATURE, Vocabulary(start, dist.group.WORLD))
-        (gradient,) = torch.autograd.grad(term.log_probs.sum(), shard)
-        return term.log_probs.detach(), gradient, len(calls)
+        over_ranks, made = Vocabulary(start, dist.group.WORLD), []
+        counted = tally(
+            lambda: made.append(center(shard, target, all_of(batch), head, weigh, TEMPERATURE, over_ranks).log_probs)
+        )
+        (gradient,) = torch.autograd.grad(made[0].sum(), shard)
+        return made[0].detach(), gradient, counted.collectives.total()
 
     ranks = run_ranks(2, 1, work, tmp_path, megatron=False)
     torch.testing.assert_close(torch.cat([gradient for _, gradient, _ in ranks], -1), wanted, rtol=1e-12, atol=1e-15)
     for value, _, calls in ranks:
         torch.testing.assert_close(value, alone.log_probs.detach(), rtol=1e-12, atol=1e-15)
         assert calls == 1
-
-
-class Largest(TorchDispatchMode):
-    """How many bytes the tensors that operators make hold at once, beyond what lived before; views hold none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
-        made = func(*args, **(kwargs or {}))
-        for x in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
-                size = x.untyped_storage().nbytes()
-                self.now += size
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(x, self.release, size)
-        return made
-
-    def release(self, size: int) -> None:
-        self.now -= size
 
 
 def test_nothing_of_the_vocabularys_size_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,13 +240,11 @@ def test_nothing_of_the_vocabularys_size_is_made(monkeypatch: pytest.MonkeyPatch
     sampled, every = top.indices[:, 3], torch.ones(tokens, dtype=torch.bool)
     head = Candidates(torch.arange(tokens), sampled, top.indices.int(), top.values)
     target = torch.log_softmax(logits, -1).gather(-1, sampled[:, None])[:, 0].detach()
-    with Largest() as forward:
-        term = center(logits, target, every, head, weigh_by("truncate"))
-    assert forward.peak < 2 * tokens * k * 4
-    outputs, received = ([term.log_probs, logits.view_as(logits)], [torch.ones(tokens), torch.zeros_like(logits)])
-    with Largest() as backward:
-        (gradient,) = torch.autograd.grad(outputs, logits, received)
-    assert gradient.any() and backward.peak < 2 * tokens * k * 4
+    made: list[Any] = []
+    forward = peak_bytes(lambda: made.append(center(logits, target, every, head, weigh_by("truncate"))))
+    outputs, received = [made[0].log_probs, logits.view_as(logits)], [torch.ones(tokens), torch.zeros_like(logits)]
+    backward = peak_bytes(lambda: made.extend(torch.autograd.grad(outputs, logits, received)))
+    assert made[1].any() and max(forward, backward) < 2 * tokens * k * 4
 
 
 def test_a_gradient_that_is_one_number_expanded_is_not_written_to() -> None:

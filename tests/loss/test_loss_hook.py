@@ -48,6 +48,8 @@ from mis_plugins.metrics.quantity import QUANTILES
 CLIP = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None}
 KL: dict[str, Any] = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3}
 LENGTHS = (7, 1, 5, 9, 4, 6)
+ROWS = {"advantages": "advantages", "log_probs": "old", "rollout_log_probs": "behavior", "ref_log_probs": "reference"}
+"""Columns of a host's batch, each with the name of the row in a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +74,8 @@ class Step:
         return {
             "unconcat_tokens": [torch.zeros(n + 3, dtype=torch.int64) for n in lengths],
             "total_lengths": [n + 3 for n in lengths], "response_lengths": lengths,
-            "loss_masks": self.rows("mask"), "advantages": self.rows("advantages"),
-            "log_probs": self.rows("old"), "rollout_log_probs": self.rows("behavior"),
-            "ref_log_probs": self.rows("reference"), "max_seq_lens": None,
+            "loss_masks": self.rows("mask"), "max_seq_lens": None,
+            **{name: self.rows(row) for name, row in ROWS.items()},
         }  # fmt: skip
 
 
@@ -1210,13 +1211,7 @@ def embedded_batch(step: Step, rank: int, cp: int) -> tuple[Layout, MicroBatch]:
         whole = torch.cat(step.rows(name)).float() - shift
         return list(whole[layout.response_index].split(layout.local_lengths))
 
-    fields = {
-        "advantages": "advantages",
-        "log_probs": "old",
-        "rollout_log_probs": "behavior",
-        "ref_log_probs": "reference",
-    }
-    data: dict[str, Any] = {field: local(name) for field, name in fields.items()}
+    data: dict[str, Any] = {name: local(row) for name, row in ROWS.items()}
     data |= {"tokens": tokens, "loss_masks": step.rows("mask")}
     version = step.batch().get("proximal_version")
     if version is not None:

@@ -191,8 +191,8 @@ def assert_metric(name: str, found: float, value: float, s: step_oracle.Everythi
     size = max(abs(value), s.sizes.get(name, 1.0), weights if OF_WEIGHTS.match(name) else 1.0)
     atol = (step_weight_atol if OF_WEIGHTS.match(name) else step_atol)(len(s.usable), size)
     if name.endswith("std"):  # the root of a difference of squares, and it is those whose rounding is bounded
-        return assert_close(found**2, value**2, atol * size, name)
-    return assert_close(found, value, atol, name)
+        return drive.assert_close(found**2, value**2, 0.0, atol * size, name)
+    return drive.assert_close(found, value, 0.0, atol, name)
 
 
 OF_WEIGHTS = re.compile("weight|kept_weight|applied|ess|sequence_weight|sequence_applied|normalization|loss|rule")
@@ -204,7 +204,7 @@ def assert_correlation(name: str, found: float, value: float, s: step_oracle.Eve
     spreads = float(np.std(first) * np.std(second)) if len(first) else 0.0
     size = float(np.max(np.abs([first, second]), initial=1.0)) ** 2
     if spreads > 100 * step_atol(len(first), size):
-        assert_close(found, value, 4 * step_atol(len(first), size) / spreads, name)
+        drive.assert_close(found, value, 0.0, 4 * step_atol(len(first), size) / spreads, name)
 
 
 @pytest.mark.parametrize("name", ["prob_correlation", "log_prob_correlation"])
@@ -230,11 +230,7 @@ def assert_percentile(name: str, percent: int, found: dict[str, float], ordered:
     value = value if name == "sequence_log_ratio" else math.log(value)
     bound = sketch.RELATIVE_ERROR * ((1 - share) * abs(low) + share * abs(high)) + sketch.SMALLEST
     rounding = step_weight_atol(len(ordered), max(1.0, abs(low), abs(high)))
-    assert_close(value, low + share * (high - low), bound + rounding, f"{name}_p{percent}")
-
-
-def assert_close(found: float, value: float, atol: float, name: str) -> None:
-    assert abs(found - value) <= atol, f"{name}: got {found!r}, expected {value!r}, atol {atol:g}"
+    drive.assert_close(value, low + share * (high - low), 0.0, bound + rounding, f"{name}_p{percent}")
 
 
 # ------------------------------------------------------------------------------------------------------- identities

@@ -14,11 +14,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from commands import ran
+from commands import ROOT, ran
 
 import mis_plugins
 
-ROOT = Path(__file__).parents[2]
 FILES = [
     file
     for folder in ("mis_plugins", "true_on_policy", "lab")

@@ -68,6 +68,11 @@ def support(one: Position) -> Tensor:
     return torch.tensor([v in one.head for v in range(len(one.logits))])
 
 
+def largest_error(found: Tensor, wanted: Tensor) -> float:
+    """Of gradients, over the largest entry of the wanted one."""
+    return float((found.double() - wanted).abs().max() / wanted.abs().max())
+
+
 def gradient(one: Position, weigh: Weigh, term: Callable[..., Tensor] = surrogate) -> Tensor:
     """Gradient of the surrogate by the logits, over the whole vocabulary."""
     logits = torch.tensor(one.logits, dtype=torch.float64, requires_grad=True)
