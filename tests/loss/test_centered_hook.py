@@ -10,7 +10,7 @@ import random
 import sys
 import weakref
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
