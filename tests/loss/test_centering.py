@@ -88,9 +88,9 @@ def target_of(batch: Sequence[Position], logits: Tensor) -> Tensor:
     )[:, 0]  # fmt: skip
 
 
-def surrogates(batch: Sequence[Position], bound: str | None, logits: Tensor, padding: int = 0) -> tuple[Tensor, Center]:
+def surrogates(batch: Sequence[Position], weigh: Weigh, logits: Tensor, padding: int = 0) -> tuple[Tensor, Center]:
     """sg(w) log p less the centering term, by ours."""
-    target, weigh = target_of(batch, logits), weigh_by(bound)
+    target = target_of(batch, logits)
     behavior = torch.tensor([one.engine[one.sampled] for one in batch], dtype=torch.float64).log()
     term = center(logits, target, all_of(batch), candidates_of(batch, logits.dtype, padding), weigh, TEMPERATURE)
     return weigh(target.detach() - behavior) * target - term.log_probs, term
@@ -106,8 +106,8 @@ SHAPES = [pytest.param(4, False, id="top-4"), pytest.param(5, True, id="whole"),
 def test_the_gradient_is_the_oracles(bound: str | None, size: int, whole: bool, dtype: torch.dtype) -> None:
     batch = positions(3, size, whole)
     logits = logits_of(batch, dtype)
-    found, term = surrogates(batch, bound, logits, padding=2)
-    assert torch.equal(surrogates(batch, bound, logits.detach(), padding=2)[1].log_probs, term.log_probs)
+    found, term = surrogates(batch, weigh_by(bound), logits, padding=2)
+    assert torch.equal(surrogates(batch, weigh_by(bound), logits.detach(), padding=2)[1].log_probs, term.log_probs)
     advantages = torch.linspace(-1.5, 2, len(batch), dtype=torch.float64)
     (gradient,) = torch.autograd.grad((found * advantages).sum(), logits)
     wanted = torch.stack([center_oracle.gradient(one, weigh_of(bound)) for one in batch])
@@ -125,7 +125,7 @@ def test_a_constant_reward_moves_nothing_where_the_head_is_the_vocabulary(bound:
     for sampled, probability in enumerate(one.engine):
         batch = [Position(one.logits, one.engine, sampled, one.head)]
         logits = logits_of(batch, torch.float64)
-        found, term = surrogates(batch, bound, logits)
+        found, term = surrogates(batch, weigh_by(bound), logits)
         for i, value in enumerate((found, found + term.log_probs)):
             (gradient,) = torch.autograd.grad(value.sum(), logits, retain_graph=True)
             mean[i] += probability * gradient[1]
@@ -142,7 +142,7 @@ def test_a_tail_of_a_millionth_is_as_exact_as_its_log_probs() -> None:
         given = torch.tensor(one.engine, dtype=torch.float64).log().float().double().exp().tolist()
         batch.append(Position(one.logits, given, one.sampled, one.head))
     logits = logits_of(batch, torch.float64)
-    found, term = surrogates(batch, "truncate", logits)
+    found, term = surrogates(batch, weigh_by("truncate"), logits)
     (gradient,) = torch.autograd.grad(found.sum(), logits)
     wanted = torch.stack([center_oracle.gradient(one, weigh_of("truncate")) for one in batch]) / TEMPERATURE
     assert float((1 - term.behavior_mass).min()) < 1e-5
@@ -156,7 +156,7 @@ def test_the_top_of_the_vocabulary_comes_near_the_dense_term() -> None:
         batch = [Position(x.logits, x.engine, x.sampled, sorted(range(VOCABULARY), key=lambda v: -x.engine[v])[:size])
                  for x in positions(11, VOCABULARY, count=12)]  # fmt: skip
         logits = logits_of(batch, torch.float64)
-        (gradient,) = torch.autograd.grad(surrogates(batch, "truncate", logits)[0].sum(), logits)
+        (gradient,) = torch.autograd.grad(surrogates(batch, weigh_by("truncate"), logits)[0].sum(), logits)
         dense = [center_oracle.gradient(x, weigh_of("truncate"), center_oracle.dense_surrogate) for x in batch]
         errors.append(float((gradient[1:-1] - torch.stack(dense) / TEMPERATURE).norm()))
     assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-12
