@@ -40,8 +40,10 @@ def random_responses(seed: int, lengths: Sequence[int] = (8, 1, 5, 0, 9, 4, 6)) 
     return batch
 
 
-def rows_of(batch: Sequence[Response]) -> list[Tensor]:
-    return [flat(batch, name, torch.float32) for name in ("target", "reference", "advantages")]
+def rows_of(batch: Sequence[Response]) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the target and of the behavior policy, and advantages."""
+    target, behavior, advantages = (flat(batch, name, torch.float32) for name in ("target", "reference", "advantages"))
+    return target, behavior, advantages
 
 
 def kept(batch: Sequence[Response], config: OpsmConfig, reference: Tensor | None = None) -> list[list[bool]]:
@@ -96,11 +98,11 @@ def test_an_unknown_divergence_counts_as_far(value: float):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nothing_under_the_mask_counts(value: float):
     for batch in map(random_responses, range(5)):
-        ragged, rows = ragged_of(batch), rows_of(batch)
-        poisoned = [x.masked_fill(~ragged.loss_mask, value) for x in rows]
+        ragged, (target, reference, advantages) = ragged_of(batch), rows_of(batch)
+        hidden = [x.masked_fill(~ragged.loss_mask, value) for x in (target, reference, advantages)]
         for config in (OpsmConfig(DELTA), OpsmConfig(DELTA, "sequence")):
-            clean, hidden = (on_policy(*given, ragged, config) for given in (rows, poisoned))
-            assert torch.equal(hidden, clean)
+            clean = on_policy(target, reference, advantages, ragged, config)
+            assert torch.equal(on_policy(hidden[0], hidden[1], hidden[2], ragged, config), clean)
 
 
 def test_means_over_the_valid_tokens():

@@ -108,7 +108,7 @@ def test_value_and_gradient(spec: Spec, seed: int):
     batch = clear_responses(seed, spec)
     term, gradient = learned(batch, spec)
     size = loss_oracle.magnitude(batch)
-    sums = [sum(row) for row in split(term.loss, batch)]
+    sums = [math.fsum(row) for row in split(term.loss, batch)]
     expected = loss_oracle.policy_sums(batch, spec, batch)
     assert_rows_close([sums], [expected], float64_atol(size, term.loss.numel()))
     slopes = loss_oracle.gradient(
@@ -312,10 +312,11 @@ def test_objectives_of_a_sequence_over_ranks_have_the_gradient_of_one(tmp_path: 
     specs = [Spec(ratio="sequence"), Spec("sapo", "sequence"), Spec("vespo"), Spec("gmpo")]
 
     def work(held: Held, place: Place) -> list[Tensor]:
-        found, rows = [], [held(name) for name in ("old", "advantages", "factor")]
+        found, rows = [], {name: held(name) for name in ("old", "advantages", "factor")}
+        ragged = place(dist.group.WORLD)
         for spec in specs:
             target = held("target").requires_grad_()
-            loss = policy_term(target, *rows, place(dist.group.WORLD), objective(spec), clip_of(spec)).loss
+            loss = policy_term(target, **rows, ragged=ragged, config=objective(spec), clip=clip_of(spec)).loss
             found += [loss, *torch.autograd.grad(loss.sum(), target)]
         return found
 
@@ -323,5 +324,5 @@ def test_objectives_of_a_sequence_over_ranks_have_the_gradient_of_one(tmp_path: 
     atol = float64_atol(loss_oracle.magnitude(batch), sum(LENGTHS))
     for spec, losses, slopes in zip(specs, found[::2], found[1::2], strict=True):
         term, gradient = learned(batch, spec)
-        assert_rows_close([list(map(sum, losses))], [list(map(sum, split(term.loss, batch)))], atol)
+        assert_rows_close([list(map(math.fsum, losses))], [list(map(math.fsum, split(term.loss, batch)))], atol)
         assert_rows_close(slopes, split(gradient, batch), atol)

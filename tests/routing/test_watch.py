@@ -340,17 +340,15 @@ def test_a_planted_fault_is_named_and_stops_the_run(name: str, tmp_path: Path):
     where, plant, told = PLANTS[name]
     cut = "sequence" in name
     args = host_args(sequence_parallel=cut)
+    stops = host_args(sequence_parallel=cut, mis=args.mis | {"routing": {"on_fault": "raise"}})
 
-    def work(rank: int) -> Any:
+    def work(rank: int) -> tuple[list[str], str]:
         _, _, said = watched(args, plant, fused=plant is None)
-        return said
+        return said, said_of(lambda: watched(stops, plant, fused=plant is None))
 
-    said = [line for lines in on_ranks(where, work, tmp_path) for line in lines]
+    said, stopped = zip(*on_ranks(where, work, tmp_path), strict=True)
     for pattern in told:
-        assert any(re.search(pattern, line) for line in said), (pattern, said)
-    raising = {"weight": None, "reject": [{"upper": 50}], "routing": {"on_fault": "raise"}}
-    stops = host_args(sequence_parallel=cut, mis=raising)
-    stopped = on_ranks(where, lambda _: said_of(lambda: watched(stops, plant, fused=plant is None)), tmp_path / "again")
+        assert any(re.search(pattern, line) for lines in said for line in lines), (pattern, said)
     assert all("mis.routing.on_fault: raise" in text for text in stopped), stopped
     assert all(re.search(pattern, "; ".join(stopped)) for pattern in told), stopped
 

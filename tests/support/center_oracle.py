@@ -5,6 +5,7 @@ Marek and Ryabinin 2026, arxiv.org/abs/2609.20807, equations 9, 12 and 14, and a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def weigh_of(bound: str | None, low: float, high: float) -> Weigh:
     return lambda ratio: 1.0 if bound is None else WEIGHTS[bound](ratio, low, high)
 
 
-def weight(bound: str | None, low: float, high: float) -> dict[str, str | float] | None:
+def weight(bound: str | None, low: float, high: float) -> dict[str, Any] | None:
     """The config of a weight: the bound, with the limits that it takes."""
     limits = {"none": {}, "truncate": {"upper": high}}.get(bound or "", {"lower": low, "upper": high})
     return None if bound is None else {"bound": bound, **limits}
