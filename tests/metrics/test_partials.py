@@ -309,22 +309,6 @@ def test_the_mismatch_is_split_by_turn():
     assert "turn_5_share" not in found
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
-def test_turns_are_those_of_the_whole_response(cp: int):
-    """However context parallelism cuts a response, in the midst of a turn too, and where a rank owns no token of it."""
-    masks = [[1, 1, 0, 1, 1, 1, 0, 0, 1, 1], [0, 1, 0], [1] * 9 + [0, 1]]
-    ratios = [[1.0 + i + t / 8 for t in range(len(mask))] for i, mask in enumerate(masks)]
-    batch, config = ratio_batch(ratios, masks), from_mapping({"weight": None})
-    found = finalize(merged(split(batch, [range(3)], config, cp)), config)
-    turns = {1: [(0, 0), (0, 1), (1, 1), *((2, t) for t in range(9))], 2: [(0, 3), (0, 4), (0, 5), (2, 10)]}
-    for turn, places in (turns | {3: [(0, 8), (0, 9)]}).items():
-        values = [ratios[i][t] for i, t in places]
-        assert found[f"turn_{turn}_share"] == pytest.approx(len(values) / 18)
-        assert found[f"turn_{turn}_ratio_mean"] == pytest.approx(sum(values) / len(values), rel=1e-6)
-        assert found[f"turn_{turn}_kl_k1"] == pytest.approx(-sum(map(math.log, values)) / len(values), rel=1e-6)
-    assert found["turn_4_share"] == 0.0
-
-
 def test_what_is_not_known_is_not_reported():
     nothing = step_of(make_batch([([-1.0], [-1.0], [0])]))
     assert nothing["tokens"] == 0.0
