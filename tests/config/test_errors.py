@@ -1,12 +1,11 @@
 """Every mistake a user can make: one `MisError` that quotes the user's key and says what to do."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from batches import MILES_YAML, host_args, ratio_batch
+from commands import ran
 from drive import one_rank
 
 from mis_plugins import mis
@@ -317,8 +316,7 @@ for change in (
 
 def test_what_is_no_list_of_tensors():
     """Stacked tensors are lists of their rows. In a process of its own, without the checks of annotations."""
-    ran = subprocess.run([sys.executable, "-c", OF_OTHER_TYPES], capture_output=True, text=True, check=True)
-    assert ran.stdout.splitlines() == [
+    assert ran("-c", OF_OTHER_TYPES).stdout.splitlines() == [
         "[2.0, 2.0, 2.0, 2.0]",
         "response_lengths: missing, and qkv_format: thd needs it",
         "total_lengths: missing, and qkv_format: thd needs it",

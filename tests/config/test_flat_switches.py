@@ -39,6 +39,22 @@ HOOKS = {
 }
 
 
+def hooked(args: Any) -> Any:
+    """What the TIS hook returns for one sequence."""
+    return mis.compute_mis_weights_with_cp(args, **ratio_batch([[0.9, 1.1]]).hook_kwargs())
+
+
+@pytest.fixture
+def from_file(tmp_path: Path) -> Callable[..., Namespace]:
+    """Make a host's arguments beside a file with these keys, whose path is the argument `given_as`."""
+
+    def arguments(keys: dict, *, given_as: str = "custom_config_path", **others: Any) -> Namespace:
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(keys))
+        return Namespace(**others, **{given_as: str(tmp_path / "config.yaml")})
+
+    return arguments
+
+
 # ------------------------------------------------------------------------------------------------------- use_mask
 
 
@@ -114,8 +130,7 @@ def test_the_way_to_no_lower_bound_is_told(name: str):
 
 
 def test_without_use_tis_use_mask_is_named(said_once: Callable[[], list[str]]):
-    batch = ratio_batch([[0.9, 3.0]])
-    mis.compute_mis_weights_with_cp(host_args(**FLAT, use_mask=True, use_tis=False), **batch.hook_kwargs())
+    hooked(host_args(**FLAT, use_mask=True, use_tis=False))
     assert "whatever tis_upper_bound, use_mask say" in said_once()[0]
 
 
@@ -142,7 +157,7 @@ def test_a_rule_that_nothing_switches_on_is_told_once(switches: dict, path: str,
     keys: dict[str, Any] = FLAT | {"rs_lower_bound": None} | switches
     for _ in range(2):
         if path == "tis":
-            mis.compute_mis_weights_with_cp(host_args(**keys), **ratio_batch([[0.9, 1.1]]).hook_kwargs())
+            hooked(host_args(**keys))
         else:
             step = random_step(0)
             drive(flags(**keys), step.batch(), torch.cat(step.rows("target")))
@@ -173,9 +188,7 @@ def test_a_near_miss_is_refused_by_commands_and_by_a_hook(key: str, meant: str, 
     for command, value in product(("check", "show"), (True, False)):
         assert said in config_command({"tis_upper_bound": 2.0, key: value}, command=command, code=2).err
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
-        mis.compute_mis_weights_with_cp(
-            host_args(tis_upper_bound=2.0, **{key: True}), **ratio_batch([[0.9, 1.1]]).hook_kwargs()
-        )
+        hooked(host_args(tis_upper_bound=2.0, **{key: True}))
 
 
 def test_no_argument_of_a_host_is_a_near_miss():
@@ -190,49 +203,44 @@ def test_no_argument_of_a_host_is_a_near_miss():
     assert reading.from_args(args) == from_flat({"tis_upper_bound": 2.0})
 
 
-def test_an_argument_of_a_newer_host_is_no_near_miss(tmp_path: Path):
+def test_an_argument_of_a_newer_host_is_no_near_miss(from_file: Callable[..., Namespace]):
     """The file at hand shows that no file said so."""
-    file = tmp_path / "flat.yaml"
-    file.write_text("tis_upper_bound: 2.0\n")
-    by_flag = Namespace(use_tis=True, tis_upper_bound=2.0, tis_next=True, custom_config_path=str(file))
-    assert reading.from_args(by_flag) == from_flat({"tis_upper_bound": 2.0})
-    by_flag.custom_config_path = str(tmp_path / "gone.yaml")
-    with pytest.raises(ConfigError, match=f"^node {socket.gethostname()} cannot read .*gone.yaml"):
+    said, next_one = {"tis_upper_bound": 2.0}, {"tis_next": True}
+    by_flag = from_file(said, use_tis=True, **said, **next_one)
+    assert reading.from_args(by_flag) == from_flat(said)
+    by_flag.custom_config_path += ".gone"
+    with pytest.raises(ConfigError, match=f"^node {socket.gethostname()} cannot read .*config.yaml.gone"):
         reading.from_args(by_flag)
-    misspelled = tmp_path / "misspelled.yaml"
-    misspelled.write_text("tis_upper_bound: 2.0\ntis_next: true\n")
-    by_flag.custom_config_path = str(misspelled)
     with pytest.raises(ConfigError, match="^tis_next: unknown key"):
-        reading.from_args(by_flag)
+        reading.from_args(from_file(said | next_one, use_tis=True, **said, **next_one))
 
 
-def test_keys_of_the_host_in_a_file_are_judged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_keys_of_the_host_in_a_file_are_judged_once(
+    from_file: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch
+):
     """A host asks for each micro-batch, and to look for keys that are near costs more than the whole call."""
-    file = tmp_path / "flat.yaml"
-    file.write_text("tis_upper_bound: 2.0\nlr_of_this_test: 1.0e-6\n")
-    args = Namespace(tis_upper_bound=2.0, lr_of_this_test=1e-6, custom_config_path=str(file))
+    said = {"tis_upper_bound": 2.0, "lr_of_this_test": 1e-6}
+    args = from_file(said, **said)
     first = reading.from_args(args)
     monkeypatch.delattr(difflib, "get_close_matches")
     assert reading.from_args(args) is first
 
 
-@pytest.mark.parametrize("by_fsdp", [False, True])
-def test_an_argument_of_a_newer_host_without_a_file_is_no_near_miss(by_fsdp: bool, tmp_path: Path):
-    """A host that was given no file for keys, or Miles on FSDP with one that does not hold it."""
-    file = tmp_path / "fsdp.yaml"
-    file.write_text("lr: 1.0e-6\n")
-    args = Namespace(
-        use_tis=False,
-        tis_hf=True,
-        custom_config_path=None,
-        config=str(file) if by_fsdp else None,
-        train_backend="fsdp" if by_fsdp else "megatron",
-    )
+FSDP = {"use_tis": False, "tis_hf": True, "custom_config_path": None, "train_backend": "fsdp"}
+
+
+def test_an_argument_of_a_newer_host_without_a_file_is_no_near_miss():
+    args = Namespace(**FSDP | {"train_backend": "megatron", "config": None})
     assert reading.from_args(args) == CorrectionConfig()
-    file.write_text("tis_hf: true\n")
-    if by_fsdp:
-        with pytest.raises(ConfigError, match="^tis_hf: unknown key"):
-            reading.from_args(args)
+
+
+def test_an_argument_of_a_newer_miles_on_fsdp_is_a_near_miss_where_its_file_holds_it(
+    from_file: Callable[..., Namespace],
+):
+    args = from_file({"lr": 1e-6}, given_as="config", **FSDP)
+    assert reading.from_args(args) == CorrectionConfig()
+    with pytest.raises(ConfigError, match="^tis_hf: unknown key"):
+        reading.from_args(from_file({"tis_hf": True}, given_as="config", **FSDP))
 
 
 # ------------------------------------------------------------------------------------------------------ other spellings
@@ -262,32 +270,24 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("given", "other", "meant"), OTHERS)
 def test_the_users_key_and_the_right_one_are_named(
-    given: dict, other: dict, meant: str, tmp_path: Path, config_command: ConfigCommand
+    given: dict, other: dict, meant: str, from_file: Callable[..., Namespace], config_command: ConfigCommand
 ):
-    told = f"{next(iter(other))}: nobody reads this key; write {meant}"
-    assert told in config_command({**given, **other}, command="check", code=2).err
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump({**given, **other}))
-    args = Namespace(**{"use_tis": True, "custom_config_path": str(file), **given, **other})
+    told, keys = f"{next(iter(other))}: nobody reads this key; write {meant}", {**given, **other}
+    assert told in config_command(keys, code=2).err
     with pytest.raises(ConfigError) as caught:
-        mis.compute_mis_weights_with_cp(args, **ratio_batch([[0.9, 1.1]]).hook_kwargs())
+        hooked(from_file(keys, **{"use_tis": True, **keys}))
     assert str(caught.value) == told
 
 
-def test_the_file_of_miles_on_fsdp_is_read_too(tmp_path: Path):
-    (tmp_path / "fsdp.yaml").write_text("MIS: {}\n")
-    args = Namespace(train_backend="fsdp", config=str(tmp_path / "fsdp.yaml"), use_tis=False, **CAP)
+def test_the_file_of_miles_on_fsdp_is_read_too(from_file: Callable[..., Namespace]):
     with pytest.raises(ConfigError, match="^MIS: nobody reads this key; write mis$"):
-        reading.from_args(args)
+        reading.from_args(from_file({"MIS": {}}, given_as="config", train_backend="fsdp", use_tis=False, **CAP))
 
 
-def test_an_argument_of_a_hosts_parser_is_none_of_ours(tmp_path: Path):
-    others = {key: value for _, other, _ in OTHERS for key, value in other.items()}
-    args = Namespace(**{**others, **CAP, "use_tis": True})
-    assert reading.from_args(args) == from_flat(CAP)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CAP))
-    args.custom_config_path = str(tmp_path / "config.yaml")
-    assert reading.from_args(args) == from_flat(CAP)
+def test_an_argument_of_a_hosts_parser_is_none_of_ours(from_file: Callable[..., Namespace]):
+    given = {key: value for _, other, _ in OTHERS for key, value in other.items()} | CAP | {"use_tis": True}
+    for args in (Namespace(**given), from_file(CAP, **given)):
+        assert reading.from_args(args) == from_flat(CAP)
 
 
 @pytest.mark.parametrize("given", [MIS, CAP])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from batches import ratio_batch
-from commands import ConfigCommand, ran
+from commands import ROOT, ConfigCommand, ran
 from documented import DOCUMENTED, VERL
 from drive import assert_matches_oracle, run
 from tolerances import weight_rtol
@@ -36,7 +36,6 @@ from mis_plugins.config.reading import choices_of, from_mapping
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain import words as describe
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "yaml"
 FILES = sorted(FOLDER.rglob("*.yaml"), key=lambda file: file.stem)
 LONGEST = 120  # characters of a first line

@@ -8,26 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Batch, host_args, ratio_batch
-from drive import call, one_rank, run, sum_of_sample_mean
+from batches import host_args, ratio_batch
+from drive import call, corrected, one_rank, run, sum_of_sample_mean
 from tolerances import EPS, weight_rtol
 
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
-from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts.adapters.miles import NEEDS as MILES
 from mis_plugins.hosts.step_report import Recorder
-from mis_plugins.packing.layout import whole
-from mis_plugins.packing.ragged import Ranks
 
 BATCH = ratio_batch([[9.0, 0.1], [8.0]])
 NOTHING = [{"over": "mean", "lower": 0.999, "upper": 1.0001}]
-
-
-def corrected(config: dict, batch: Batch = BATCH) -> Correction:
-    ragged = whole(batch.response_lengths).place(torch.cat(batch.loss_masks), Ranks())
-    return correct(torch.cat(batch.proximal), torch.cat(batch.behavior), ragged, from_mapping(config))
 
 
 @pytest.mark.parametrize("metrics", ["full", "none"])
@@ -35,22 +27,22 @@ def corrected(config: dict, batch: Batch = BATCH) -> Correction:
                                     [{"over": "sum", "unit": "segment", "lower": 1e4}]])  # fmt: skip
 def test_the_flag(reject: list[dict], metrics: str):
     config = {"weight": {}, "reject": reject, "metrics": metrics}
-    assert bool(corrected(config).all_rejected)
-    assert bool(corrected(config, ratio_batch([[9.0, 0.1], [1.0]], [[1, 1], [0]])).all_rejected)
-    on_policy = {"weight": {}, "reject": [{"over": "mean", "lower": 0.9, "upper": 1.1}], "metrics": metrics}
-    assert not bool(corrected(on_policy, ratio_batch([[1.0], [9.0]])).all_rejected)
+    for batch in (BATCH, ratio_batch([[9.0, 0.1], [1.0]], [[1, 1], [0]])):
+        assert bool(corrected(batch, config).all_rejected)
+    on_policy = config | {"reject": [{"over": "mean", "lower": 0.9, "upper": 1.1}]}
+    assert not bool(corrected(ratio_batch([[1.0], [9.0]]), on_policy).all_rejected)
 
 
 def test_nothing_to_reject():
-    assert corrected({"weight": {}}).all_rejected is None
+    assert corrected(BATCH, {"weight": {}}).all_rejected is None
     dead = ratio_batch([[9.0]], [[0]])
-    assert not bool(corrected({"weight": None, "reject": NOTHING}, dead).all_rejected)
+    assert not bool(corrected(dead, {"weight": None, "reject": NOTHING}).all_rejected)
 
 
 def test_every_weight_zeroed_counts():
-    assert bool(corrected({"weight": {"bound": "zero", "lower": 0.9, "upper": 1.1}}).all_rejected)
-    assert bool(corrected({"weight": {"level": "sequence", "bound": "zero", "lower": 0.95, "upper": 1.05},
-                           "reject": [{"over": "max", "upper": 8.5}]}).all_rejected)  # fmt: skip
+    assert bool(corrected(BATCH, {"weight": {"bound": "zero", "lower": 0.9, "upper": 1.1}}).all_rejected)
+    assert bool(corrected(BATCH, {"weight": {"level": "sequence", "bound": "zero", "lower": 0.95, "upper": 1.05},
+                                  "reject": [{"over": "max", "upper": 8.5}]}).all_rejected)  # fmt: skip
 
 
 @pytest.mark.parametrize("action", ["skip", "raise"])
@@ -78,12 +70,10 @@ def test_keep_rejects_nothing():
 def test_keep_gives_segments_back_to_the_mean(over: str):
     """The mean is over every turn again, not over none."""
     weight = {"level": "segment_geometric", "upper": 3.0, "normalize": {"over": over}}
-    config = {
-        "weight": weight,
-        "reject": [{"over": "mean", "unit": "segment", "upper": 0.01}],
-        "on_all_rejected": "keep",
-    }
-    found, plain = corrected(config), corrected({"weight": weight | {"normalize": {"over": "valid"}}})
+    reject = [{"over": "mean", "unit": "segment", "upper": 0.01}]
+    config = {"weight": weight, "reject": reject, "on_all_rejected": "keep"}
+    plain = {"weight": weight | {"normalize": {"over": "valid"}}}
+    found, plain = corrected(BATCH, config), corrected(BATCH, plain)
     assert torch.equal(found.weights, plain.weights) and bool(found.keep.all())
 
 
@@ -243,4 +233,4 @@ def test_of_what_is_given_back_a_token_without_a_weight_counts_in_the_kept_denom
 def test_the_mean_of_a_rollout_is_not_made_up():
     normalized = {"weight": {"normalize": {"scope": "rollout"}}}
     with pytest.raises(InputError, match="was never computed: pass --rollout-data-postprocess-path"):
-        corrected(normalized)
+        corrected(BATCH, normalized)

@@ -7,17 +7,13 @@ import oracle
 import pytest
 import torch
 from batches import Batch, batches, make_batch
-from drive import assert_matches_oracle, run
+from drive import assert_matches_oracle, corrected, run
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tolerances import DECISION
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.m2po import first_dropped
-from mis_plugins.correction.pipeline import correct
-from mis_plugins.packing.layout import whole
-from mis_plugins.packing.ragged import Ranks
 
 THRESHOLDS = [1e-3, 0.04, 0.5, 50.0]
 BESIDE: list[dict] = [
@@ -40,15 +36,10 @@ def test_the_hook_drops_what_the_twin_drops(batch: Batch, threshold: float, besi
     assert_matches_oracle(run(batch, config), batch, expected)
 
 
-def kept(log_ratios: list[list[float]], threshold: float, masks: list[list[int]] | None = None) -> list[bool]:
+def kept(log_ratios: list[list[float]], threshold: float) -> list[bool]:
     """Which tokens of responses with these log ratios stay."""
-    masks = [[1] * len(row) for row in log_ratios] if masks is None else masks
-    batch = make_batch(
-        [([x - 2.0 for x in row], [-2.0] * len(row), m) for row, m in zip(log_ratios, masks, strict=True)]
-    )
-    ragged = whole(batch.response_lengths).place(batch.flat_mask, Ranks())
-    config = from_mapping({"weight": None, "m2_threshold": threshold})
-    return correct(*batch.joined(), ragged, config).keep.tolist()
+    batch = make_batch([([x - 2.0 for x in row], [-2.0] * len(row), [1] * len(row)) for row in log_ratios])
+    return corrected(batch, {"weight": None, "m2_threshold": threshold}).keep.tolist()
 
 
 # The squares are 0, 0.25, 1 and 4. The mean of the smallest three is 0.417, and the mean of all four 1.3125.

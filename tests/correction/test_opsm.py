@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import loss_oracle
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_ranks
 from loss_oracle import Response
+from responses import LENGTHS, Held, Place, flat, over_four_ranks, ragged_of, split
 from torch import Tensor
 
 from mis_plugins.config.model import OpsmConfig
 from mis_plugins.correction.opsm import Departure, on_policy, reference_policy, sequence_means
-from mis_plugins.packing.layout import whole, zigzag
-from mis_plugins.packing.ragged import Ragged, Ranks
+from mis_plugins.packing.layout import whole
+from mis_plugins.packing.ragged import Ranks
 
 DELTA = 0.0503  # no mean of a few log-probs on the grid lies near it
 GRID = 2.0**-10  # log-probs on a grid: their sums are exact in float32
@@ -41,19 +40,16 @@ def random_responses(seed: int, lengths: Sequence[int] = (8, 1, 5, 0, 9, 4, 6)) 
     return batch
 
 
-def flat(batch: Sequence[Response], field: str) -> Tensor:
-    dtype = torch.bool if field == "mask" else torch.float32
-    return torch.tensor([value for x in batch for value in getattr(x, field)], dtype=dtype)
-
-
-def ragged_of(batch: Sequence[Response]) -> Ragged:
-    return whole([len(x.mask) for x in batch]).place(flat(batch, "mask"), Ranks())
+def rows_of(batch: Sequence[Response]) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the target and of the behavior policy, and advantages."""
+    target, behavior, advantages = (flat(batch, name, torch.float32) for name in ("target", "reference", "advantages"))
+    return target, behavior, advantages
 
 
 def kept(batch: Sequence[Response], config: OpsmConfig, reference: Tensor | None = None) -> list[list[bool]]:
-    reference = flat(batch, "reference") if reference is None else reference
-    keep = on_policy(flat(batch, "target"), reference, flat(batch, "advantages"), ragged_of(batch), config)
-    return [part.tolist() for part in keep.split([len(x.mask) for x in batch])]
+    target, behavior, advantages = rows_of(batch)
+    behavior = behavior if reference is None else reference
+    return split(on_policy(target, behavior, advantages, ragged_of(batch), config), batch)
 
 
 @pytest.mark.parametrize("advantage", ["token", "sequence"])
@@ -93,7 +89,7 @@ def test_an_unknown_divergence_counts_as_far(value: float):
         Response(x.target, x.target, x.target, [sign] * 4, x.factor, [True, True, False, True])
         for x, sign in zip(batch, signs, strict=True)
     ]
-    reference = flat(batch, "reference")
+    reference = flat(batch, "reference", torch.float32)
     reference[[1, 5, 10]] = value  # a valid token of the first two, a masked one of the third
     valid = [True, True, False, True]
     assert kept(batch, OpsmConfig(DELTA), reference) == [[False] * 4, valid, valid]
@@ -102,12 +98,11 @@ def test_an_unknown_divergence_counts_as_far(value: float):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nothing_under_the_mask_counts(value: float):
     for batch in map(random_responses, range(5)):
-        hidden, ragged = ~flat(batch, "mask"), ragged_of(batch)
-        target, reference, advantages = (flat(batch, name) for name in ("target", "reference", "advantages"))
+        ragged, (target, reference, advantages) = ragged_of(batch), rows_of(batch)
+        hidden = [x.masked_fill(~ragged.loss_mask, value) for x in (target, reference, advantages)]
         for config in (OpsmConfig(DELTA), OpsmConfig(DELTA, "sequence")):
             clean = on_policy(target, reference, advantages, ragged, config)
-            rows = [x.masked_fill(hidden, value) for x in (target, reference, advantages)]
-            assert torch.equal(on_policy(rows[0], rows[1], rows[2], ragged, config), clean)
+            assert torch.equal(on_policy(hidden[0], hidden[1], hidden[2], ragged, config), clean)
 
 
 def test_means_over_the_valid_tokens():
@@ -129,37 +124,18 @@ def test_behavior_falls_back_to_proximal_where_there_is_none_and_says_so_once(ca
     assert "mis.opsm.reference: behavior" in caplog.text and "proximal" in caplog.text
 
 
-def keep_on_rank(batch: Sequence[Response], prompts: Sequence[int], cp: int, config: OpsmConfig) -> dict:
-    rank = dist.get_rank()
-    responses = [len(x.mask) for x in batch]
-    totals = [p + r for p, r in zip(prompts, responses, strict=True)]
-    owned = [oracle.zigzag(t, r, cp, rank) for t, r in zip(totals, responses, strict=True)]
-    layout, mask = zigzag(totals, responses, cp, rank), flat(batch, "mask")
-    target, reference, advantages = (
-        torch.tensor([getattr(x, name)[t] for x, own in zip(batch, owned, strict=True) for t in own])
-        for name in ("target", "reference", "advantages")
-    )
-    together, alone = (
-        on_policy(target, reference, advantages, layout.place(mask, Ranks(cp=group)), config)
-        for group in (dist.group.WORLD, None)
-    )
-    return {"owned": owned, "keep": together, "alone": alone}
-
-
 @pytest.mark.parametrize("advantage", ["token", "sequence"])
 def test_over_ranks(advantage: str, tmp_path: Path):
     """Ranks decide as one process does, and by their own tokens alone they would not."""
-    batch, prompts = random_responses(2, (9, 1, 20, 0, 13, 6)), [3, 30, 1, 5, 25, 8]
+    batch = random_responses(2, LENGTHS)
     config = OpsmConfig(DELTA, advantage)  # type: ignore[arg-type]
-    ranks = run_ranks(4, 4, lambda _: keep_on_rank(batch, prompts, 4, config), tmp_path, megatron=False)
-    found = [[None] * len(x.mask) for x in batch]
-    for part in ranks:
-        lengths = [len(own) for own in part["owned"]]
-        for row, own, keep in zip(found, part["owned"], part["keep"].split(lengths), strict=True):
-            for t, value in zip(own, keep.tolist(), strict=True):
-                row[t] = value
-    assert found == kept(batch, config)
-    assert not all(torch.equal(part["keep"], part["alone"]) for part in ranks)
+
+    def work(held: Held, place: Place) -> list[Tensor]:
+        target, reference, advantages = (held(name).float() for name in ("target", "reference", "advantages"))
+        return [on_policy(target, reference, advantages, place(group), config) for group in (dist.group.WORLD, None)]
+
+    together, alone = over_four_ranks(batch, work, tmp_path)
+    assert together == kept(batch, config) != alone
 
 
 def test_a_sequence_without_a_valid_token_departs_by_nothing():

@@ -20,15 +20,13 @@ from batches import (
     nested,
     ratio_batch,
 )
-from drive import Outcome, assert_matches_oracle, run, same_bytes
+from drive import Outcome, assert_matches_oracle, corrected, run, same_bytes
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tolerances import DECISION, normalized_rtol
 
 from mis_plugins import mis
-from mis_plugins.config.reading import from_mapping
-from mis_plugins.correction.pipeline import correct, denominator_scale
-from mis_plugins.packing.ragged import Ragged
+from mis_plugins.correction.pipeline import denominator_scale
 
 REJECTS = ("none", "token", "sum", "mean", "min", "max", "sum and min")
 NORMALIZE = (None, "valid", "kept")
@@ -85,9 +83,7 @@ def test_rules_over_routes(batch: Batch, data: st.DataObject):
     samples = [replace(one, routes=row) for one, row in zip(batch.samples, rows, strict=True)]
     config = {"weight": None, "reject": [rule]}
     expected = oracle.correct(samples, config)
-    ends = torch.tensor([0, *batch.response_lengths]).cumsum(0)
-    routes = torch.tensor(sum(rows, []))
-    found = correct(*batch.joined(), Ragged(ends, batch.flat_mask), from_mapping(config), routes=routes)
+    found = corrected(batch, config, torch.tensor(sum(rows, [])))
     assert found.keep.tolist() == sum(expected.keep, [])
     assert found.weights.tolist() == sum(expected.weights, [])
 

@@ -11,12 +11,12 @@ from functools import partial
 
 import pytest
 import torch
-from test_centering import TEMPERATURE, candidates_of, logits_of, positions, target_of
+from test_centering import TEMPERATURE, candidates_of, logits_of, positions, surrogates
 from tolerances import EPS64
 from torch import Tensor
 
 from mis_plugins.config.model import WeightConfig
-from mis_plugins.loss.centering import center, weigh_with
+from mis_plugins.loss.centering import weigh_with
 
 Function = Callable[[Tensor], Tensor]
 Judge = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -79,9 +79,7 @@ def test_surrogate_and_gradient_are_the_packages(name: str, sharpness: float) ->
     sampled = torch.tensor([[each.sampled] for each in batch])
     theirs = judge(rows.gather(-1, sampled)[:, 0], rows.gather(-1, head.ids.long()),
                    log_q.gather(-1, sampled)[:, 0], head.behavior)  # fmt: skip
-    target, weigh = target_of(batch, logits), weigh_with(weight)
-    term = center(logits, target, torch.ones(len(batch), dtype=torch.bool), head, weigh, TEMPERATURE)
-    ours = weigh(target.detach() - log_q.gather(-1, sampled)[:, 0]) * target - term.log_probs
+    ours, _ = surrogates(batch, weigh_with(weight), logits)
     torch.testing.assert_close(ours, theirs, rtol=ROUNDED, atol=ROUNDED)
     gradients = [torch.autograd.grad(value.sum(), logits, retain_graph=True)[0] for value in (ours, theirs)]
     torch.testing.assert_close(*gradients, rtol=ROUNDED, atol=ROUNDED)

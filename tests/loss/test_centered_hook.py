@@ -10,7 +10,7 @@ import random
 import sys
 import weakref
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import center_oracle
 import pytest
 import torch
-from center_oracle import WEIGHTS, Position
+from center_oracle import WEIGHTS, Position, largest_error
 from launch import run_ranks
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
@@ -114,23 +114,16 @@ def args(**mis_keys: Any) -> Namespace:
     )  # fmt: skip
 
 
-def weight(bound: str | None) -> dict[str, Any] | None:
-    limits = {None: {}, "none": {}, "truncate": {"upper": UPPER}}.get(bound, {"lower": LOWER, "upper": UPPER})
-    return None if bound is None else {"bound": bound, **limits}
+weight = functools.partial(center_oracle.weight, low=LOWER, high=UPPER)
+weigh_of = functools.partial(center_oracle.weigh_of, low=LOWER, high=UPPER)
 
 
-def weigh_of(bound: str | None) -> center_oracle.Weigh:
-    return lambda ratio: 1.0 if bound is None else WEIGHTS[bound](ratio, LOWER, UPPER)
+def total(x: Tensor) -> Tensor:
+    """A reducer whose results on several ranks add up."""
+    return x.sum()
 
 
-def reducer(masks: Sequence[Tensor], local: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """The sum over all tokens, so that ranks add up; where it is from tells the hook which host runs."""
-
-    def total(x: Tensor) -> Tensor:
-        return x.sum()
-
-    total.__module__ = "lab.host.train.loss"
-    return total
+total.__module__ = "lab.host.train.loss"  # tells the hook which host runs
 
 
 def run(batch: Batch, settings: Namespace, cp: int = 1, tp: int = 1) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -153,7 +146,7 @@ def run(batch: Batch, settings: Namespace, cp: int = 1, tp: int = 1) -> tuple[Te
     for name in ("advantages", "rollout_log_probs", *HEAD * settings.host_cuts_heads):
         joined = torch.cat(host[name])[layout.response_index]
         host[name] = list(joined.split(layout.local_lengths))
-    loss, logged = mis.policy_loss(settings, host, logits, reducer(host["loss_masks"], layout.local_lengths))
+    loss, logged = mis.policy_loss(settings, host, logits, total)
     loss.backward()
     assert logits.grad is not None
     gradient = torch.zeros(len(full), VOCABULARY)
@@ -174,8 +167,13 @@ def wanted(batch: Batch, bound: str | None, keep: Callable[[int, int], bool] = l
     return found
 
 
-def error(found: Tensor, oracle: Tensor) -> float:
-    return float((found.double() - oracle).abs().max() / oracle.abs().max())
+def assert_the_oracles(
+    batch: Batch, bound: str | None, keep: Callable[[int, int], bool] = lambda i, t: True, **mis_keys: Any
+) -> dict[str, Tensor]:
+    """The gradient with this bound is the oracle's over the tokens of `keep`; returns what is logged."""
+    _, gradient, logged = run(batch, args(weight=weight(bound), **mis_keys))
+    assert largest_error(gradient, wanted(batch, bound, keep)) < 1e-6
+    return logged
 
 
 @pytest.fixture
@@ -189,15 +187,12 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("bound", [None, *WEIGHTS])
 def test_the_gradient_is_the_oracles(one_process: None, bound: str | None) -> None:
-    batch = Batch(3)
-    _, gradient, _ = run(batch, args(weight=weight(bound)))
-    assert error(gradient, wanted(batch, bound)) < 1e-6
+    assert_the_oracles(Batch(3), bound)
 
 
 def test_packed_sequences_are_not_padded(one_process: None) -> None:
     """Rows of `thd` have the sequences' own lengths, whatever else the batch says."""
-    _, gradient, _ = run(Batch(3, change=lambda host: host.update(max_seq_lens=[64] * len(LENGTHS))), args())
-    assert error(gradient, wanted(Batch(3), None)) < 1e-6
+    assert_the_oracles(Batch(3, change=lambda host: host.update(max_seq_lens=[64] * len(LENGTHS))), None)
 
 
 def test_heads_may_be_stacked_and_are_read_where_they_lie(one_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +200,7 @@ def test_heads_may_be_stacked_and_are_read_where_they_lie(one_process: None, mon
     monkeypatch.setattr(sys.modules[__name__], "LENGTHS", (4, 4))
     stacked = Batch(3, change=lambda host: host.update({name: torch.stack(host[name]) for name in HEAD}))
     _, gradient, _ = run(stacked, args())
-    assert error(gradient, wanted(stacked, None)) < 1e-6
+    assert largest_error(gradient, wanted(stacked, None)) < 1e-6
     head_of = head.head_of
 
     def under_meta(*given: Any) -> Any:
@@ -285,8 +280,8 @@ def test_ranks_add_up_to_the_oracle(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         gathered = replace(HOST, scores=gathered_scores)
         monkeypatch.setattr(mis, "current", lambda *given: gathered)
     ranks = run_ranks(4, 2, lambda rank: run(batch, settings, 2, 2), tmp_path / "ranks", tensor_model_parallel_size=2)
-    total = torch.stack([gradient for _, gradient, _ in ranks]).sum(0)
-    assert error(total, alone[1].double()) < 1e-6
+    gradient = torch.stack([gradient for _, gradient, _ in ranks]).sum(0)
+    assert largest_error(gradient, alone[1].double()) < 1e-6
     torch.testing.assert_close(sum(loss for loss, _, _ in ranks) / 2, alone[0], rtol=1e-6, atol=1e-6)
     for name in (name for name in alone[2] if name.startswith("center_")):
         among = sum(logged[name] for _, _, logged in ranks) / 2
@@ -298,8 +293,7 @@ def test_a_rule_takes_the_term_along_and_a_mask_bound_does_not(one_process: None
     ratios = batch.ratios()
     kept = lambda i, t: 0.8 <= ratios[i][t] <= 1.2  # noqa: E731
     rule = {"over": "token", "lower": 0.8, "upper": 1.2}
-    _, gradient, _ = run(batch, args(weight=weight("mask"), reject=[rule]))
-    assert error(gradient, wanted(batch, "mask", kept)) < 1e-6
+    assert_the_oracles(batch, "mask", kept, reject=[rule])
     assert any(not kept(i, t) for i, n in enumerate(LENGTHS) for t in range(n) if batch.mask[i][t])
 
 
@@ -317,8 +311,7 @@ def test_m2po_takes_the_term_along(one_process: None, bound: str | None) -> None
     half = smallest[: len(smallest) // 2]
     below = math.fsum(squares[place] for place in half) / len(half)
     above = math.fsum(squares[place] for place in smallest[: len(half) + 1]) / (len(half) + 1)
-    _, gradient, _ = run(batch, args(weight=weight(bound), m2_threshold=(below + above) / 2))
-    assert error(gradient, wanted(batch, bound, lambda i, t: (i, t) in half)) < 1e-6
+    assert_the_oracles(batch, bound, lambda i, t: (i, t) in half, m2_threshold=(below + above) / 2)
 
 
 def test_a_mean_divides_all_three_alike(one_process: None) -> None:
@@ -333,8 +326,7 @@ def test_a_mean_divides_all_three_alike(one_process: None) -> None:
 
 def test_tokens_without_a_head_are_left_out_and_counted(one_process: None) -> None:
     batch = Batch(11, masked=0.0, change=lambda host: host["rollout_topk_log_probs"][2][3].fill_(-math.inf))
-    _, gradient, logged = run(batch, args(weight=weight("truncate"), metrics="full"))
-    assert error(gradient, wanted(batch, "truncate", lambda i, t: (i, t) != (2, 3))) < 1e-6
+    logged = assert_the_oracles(batch, "truncate", lambda i, t: (i, t) != (2, 3), metrics="full")
     assert float(logged["center_missing"]) == 1
     assert float(logged["center_drift"]) > 0 and float(logged["center_target_mass"]) > 0
 
@@ -360,13 +352,11 @@ def test_an_entry_of_the_head_without_a_log_prob_is_none(one_process: None, boun
 def test_opsm_takes_the_term_along(one_process: None) -> None:
     """Sequences with negative advantages that the policy has left lose their loss and its centering."""
     batch = Batch(17)
-    opsm = {"delta": 1e-9, "reference": "behavior"}
-    _, gradient, _ = run(batch, args(weight=weight("truncate"), opsm=opsm))
     logs = [[math.log(ratio) for ratio in row] for row in batch.ratios()]
     masked = [[x for x, valid in zip(*pair, strict=True) if valid] for pair in zip(logs, batch.mask, strict=True)]
     left = [-sum(row) / max(len(row), 1) > 1e-9 for row in masked]
     kept = lambda i, t: not (left[i] and batch.advantages[i][t] < 0)  # noqa: E731
-    assert error(gradient, wanted(batch, "truncate", kept)) < 1e-6
+    assert_the_oracles(batch, "truncate", kept, opsm={"delta": 1e-9, "reference": "behavior"})
     assert not all(kept(i, t) for i, n in enumerate(LENGTHS) for t in range(n))
 
 
@@ -375,10 +365,9 @@ def test_what_rules_and_opsm_give_back_keeps_its_term(one_process: None) -> None
     batch = Batch(17)
     batch.advantages = [[-1.0] * n for n in LENGTHS]
     rule, opsm = {"over": "mean", "upper": 1.0}, {"delta": 0.0, "reference": "behavior"}
-    keys = {"weight": None, "reject": [rule], "opsm": opsm}
-    assert not run(batch, args(**keys))[1].any()
-    _, gradient, _ = run(batch, args(**keys, on_all_rejected="keep"))
-    assert error(gradient, wanted(batch, None)) < 1e-6
+    keys = {"reject": [rule], "opsm": opsm}
+    assert not run(batch, args(weight=None, **keys))[1].any()
+    assert_the_oracles(batch, None, **keys, on_all_rejected="keep")
 
 
 def test_a_rule_that_down_weighs_scales_the_term(one_process: None) -> None:
@@ -387,7 +376,7 @@ def test_a_rule_that_down_weighs_scales_the_term(one_process: None) -> None:
     _, gradient, _ = run(batch, args(weight=weight("truncate"), reject=[rule]))
     ratios, oracle = batch.ratios(), wanted(batch, "truncate")
     outside = wanted(batch, "truncate", lambda i, t: ratios[i][t] > 1.1)
-    assert outside.any() and error(gradient, oracle - 0.75 * outside) < 1e-6
+    assert outside.any() and largest_error(gradient, oracle - 0.75 * outside) < 1e-6
 
 
 def test_full_metrics_measure_the_drift_where_nothing_centers(one_process: None) -> None:

@@ -1,38 +1,36 @@
 """Score centering against a dense float64 oracle, by identities, over tensor-parallel ranks, and by its memory."""
 
 import random
-import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import center_oracle
 import pytest
 import torch
 import torch.distributed as dist
-from center_oracle import WEIGHTS, Position
+from center_oracle import WEIGHTS, Position, largest_error
 from launch import run_ranks
 from tolerances import EPS64
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lab.tallies import peak_bytes, tally
 from mis_plugins.config.model import WeightConfig
 from mis_plugins.loss import centering
-from mis_plugins.loss.centering import Candidates, Center, Vocabulary, center, weigh_with
+from mis_plugins.loss.centering import Candidates, Center, Vocabulary, Weigh, center, weigh_with
 
 VOCABULARY, LOWER, UPPER, TEMPERATURE = 12, 0.75, 1.3, 0.7
 KINDS = (None, *WEIGHTS)
 CLEAR = 1e-3  # how far ratios keep from a bound, so that float32 decides as float64 does
 
 
-def weight_config(bound: str | None) -> WeightConfig | None:
-    if bound is None:
-        return None
-    limits = {"none": {}, "truncate": {"upper": UPPER}}.get(bound, {"lower": LOWER, "upper": UPPER})
-    return WeightConfig("token", bound, **limits)
+def weigh_by(bound: str | None) -> Weigh:
+    given = center_oracle.weight(bound, LOWER, UPPER)
+    return weigh_with(None if given is None else WeightConfig("token", **given))
 
 
-def weigh_of(bound: str | None) -> center_oracle.Weigh:
-    return lambda ratio: 1.0 if bound is None else WEIGHTS[bound](ratio, LOWER, UPPER)
+weigh_of = partial(center_oracle.weigh_of, low=LOWER, high=UPPER)
 
 
 def softmax(logits: Sequence[float], kept: Sequence[int] | None = None) -> list[float]:
@@ -90,16 +88,12 @@ def target_of(batch: Sequence[Position], logits: Tensor) -> Tensor:
     )[:, 0]  # fmt: skip
 
 
-def surrogates(batch: Sequence[Position], bound: str | None, logits: Tensor, padding: int = 0) -> tuple[Tensor, Center]:
+def surrogates(batch: Sequence[Position], weigh: Weigh, logits: Tensor, padding: int = 0) -> tuple[Tensor, Center]:
     """sg(w) log p less the centering term, by ours."""
-    target, weigh = target_of(batch, logits), weigh_with(weight_config(bound))
+    target = target_of(batch, logits)
     behavior = torch.tensor([one.engine[one.sampled] for one in batch], dtype=torch.float64).log()
     term = center(logits, target, all_of(batch), candidates_of(batch, logits.dtype, padding), weigh, TEMPERATURE)
     return weigh(target.detach() - behavior) * target - term.log_probs, term
-
-
-def largest_error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted).abs().max() / wanted.abs().max())
 
 
 SHAPES = [pytest.param(4, False, id="top-4"), pytest.param(5, True, id="whole"), pytest.param(1, False, id="top-1"),
@@ -112,8 +106,8 @@ SHAPES = [pytest.param(4, False, id="top-4"), pytest.param(5, True, id="whole"),
 def test_the_gradient_is_the_oracles(bound: str | None, size: int, whole: bool, dtype: torch.dtype) -> None:
     batch = positions(3, size, whole)
     logits = logits_of(batch, dtype)
-    found, term = surrogates(batch, bound, logits, padding=2)
-    assert torch.equal(surrogates(batch, bound, logits.detach(), padding=2)[1].log_probs, term.log_probs)
+    found, term = surrogates(batch, weigh_by(bound), logits, padding=2)
+    assert torch.equal(surrogates(batch, weigh_by(bound), logits.detach(), padding=2)[1].log_probs, term.log_probs)
     advantages = torch.linspace(-1.5, 2, len(batch), dtype=torch.float64)
     (gradient,) = torch.autograd.grad((found * advantages).sum(), logits)
     wanted = torch.stack([center_oracle.gradient(one, weigh_of(bound)) for one in batch])
@@ -131,7 +125,7 @@ def test_a_constant_reward_moves_nothing_where_the_head_is_the_vocabulary(bound:
     for sampled, probability in enumerate(one.engine):
         batch = [Position(one.logits, one.engine, sampled, one.head)]
         logits = logits_of(batch, torch.float64)
-        found, term = surrogates(batch, bound, logits)
+        found, term = surrogates(batch, weigh_by(bound), logits)
         for i, value in enumerate((found, found + term.log_probs)):
             (gradient,) = torch.autograd.grad(value.sum(), logits, retain_graph=True)
             mean[i] += probability * gradient[1]
@@ -148,7 +142,7 @@ def test_a_tail_of_a_millionth_is_as_exact_as_its_log_probs() -> None:
         given = torch.tensor(one.engine, dtype=torch.float64).log().float().double().exp().tolist()
         batch.append(Position(one.logits, given, one.sampled, one.head))
     logits = logits_of(batch, torch.float64)
-    found, term = surrogates(batch, "truncate", logits)
+    found, term = surrogates(batch, weigh_by("truncate"), logits)
     (gradient,) = torch.autograd.grad(found.sum(), logits)
     wanted = torch.stack([center_oracle.gradient(one, weigh_of("truncate")) for one in batch]) / TEMPERATURE
     assert float((1 - term.behavior_mass).min()) < 1e-5
@@ -162,7 +156,7 @@ def test_the_top_of_the_vocabulary_comes_near_the_dense_term() -> None:
         batch = [Position(x.logits, x.engine, x.sampled, sorted(range(VOCABULARY), key=lambda v: -x.engine[v])[:size])
                  for x in positions(11, VOCABULARY, count=12)]  # fmt: skip
         logits = logits_of(batch, torch.float64)
-        (gradient,) = torch.autograd.grad(surrogates(batch, "truncate", logits)[0].sum(), logits)
+        (gradient,) = torch.autograd.grad(surrogates(batch, weigh_by("truncate"), logits)[0].sum(), logits)
         dense = [center_oracle.gradient(x, weigh_of("truncate"), center_oracle.dense_surrogate) for x in batch]
         errors.append(float((gradient[1:-1] - torch.stack(dense) / TEMPERATURE).norm()))
     assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-12
@@ -177,8 +171,7 @@ def test_positions_without_a_term_may_hold_anything() -> None:
     behavior = known.behavior.clone()
     behavior[1], behavior[4] = torch.nan, -torch.inf
     hidden = Candidates(known.rows, known.sampled, known.ids, behavior)
-    target = torch.where(masked, torch.nan, target_of(batch, logits))
-    weigh = weigh_with(weight_config("truncate"))
+    target, weigh = torch.where(masked, torch.nan, target_of(batch, logits)), weigh_by("truncate")
     term = center(logits, target, ~masked, hidden, weigh, TEMPERATURE)
     plain = center(logits, target_of(batch, logits), all_of(batch), known, weigh, TEMPERATURE)
     assert torch.equal(term.log_probs[~masked], plain.log_probs[~masked]) and not term.log_probs[masked].any()
@@ -213,7 +206,7 @@ class Shard(torch.autograd.Function):
 
 def test_two_ranks_score_a_half_of_the_vocabulary_each(tmp_path: Path) -> None:
     batch, half = positions(41, 4), VOCABULARY // 2
-    logits, weigh = logits_of(batch, torch.float64), weigh_with(weight_config("truncate"))
+    logits, weigh = logits_of(batch, torch.float64), weigh_by("truncate")
     alone = center(
         logits, target_of(batch, logits), all_of(batch), candidates_of(batch, torch.float64), weigh, TEMPERATURE
     )
@@ -224,41 +217,18 @@ def test_two_ranks_score_a_half_of_the_vocabulary_each(tmp_path: Path) -> None:
         shard = logits.detach()[:, start : start + half].clone().requires_grad_()
         head = candidates_of(batch, torch.float64)
         target = Shard.apply(shard[1:-1] / TEMPERATURE, logits.detach()[1:-1] / TEMPERATURE, head.sampled, start)
-        calls = []
-        with pytest.MonkeyPatch.context() as patch:
-            own = dist.all_reduce
-            patch.setattr(dist, "all_reduce", lambda *given, **more: (calls.append(1), own(*given, **more)))
-            term = center(shard, target, all_of(batch), head, weigh, TEMPERATURE, Vocabulary(start, dist.group.WORLD))
-        (gradient,) = torch.autograd.grad(term.log_probs.sum(), shard)
-        return term.log_probs.detach(), gradient, len(calls)
+        over_ranks, made = Vocabulary(start, dist.group.WORLD), []
+        counted = tally(
+            lambda: made.append(center(shard, target, all_of(batch), head, weigh, TEMPERATURE, over_ranks).log_probs)
+        )
+        (gradient,) = torch.autograd.grad(made[0].sum(), shard)
+        return made[0].detach(), gradient, counted.collectives.total()
 
     ranks = run_ranks(2, 1, work, tmp_path, megatron=False)
     torch.testing.assert_close(torch.cat([gradient for _, gradient, _ in ranks], -1), wanted, rtol=1e-12, atol=1e-15)
     for value, _, calls in ranks:
         torch.testing.assert_close(value, alone.log_probs.detach(), rtol=1e-12, atol=1e-15)
         assert calls == 1
-
-
-class Largest(TorchDispatchMode):
-    """How many bytes the tensors that operators make hold at once, beyond what lived before; views hold none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
-        made = func(*args, **(kwargs or {}))
-        for x in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
-                size = x.untyped_storage().nbytes()
-                self.now += size
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(x, self.release, size)
-        return made
-
-    def release(self, size: int) -> None:
-        self.now -= size
 
 
 def test_nothing_of_the_vocabularys_size_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,13 +240,11 @@ def test_nothing_of_the_vocabularys_size_is_made(monkeypatch: pytest.MonkeyPatch
     sampled, every = top.indices[:, 3], torch.ones(tokens, dtype=torch.bool)
     head = Candidates(torch.arange(tokens), sampled, top.indices.int(), top.values)
     target = torch.log_softmax(logits, -1).gather(-1, sampled[:, None])[:, 0].detach()
-    with Largest() as forward:
-        term = center(logits, target, every, head, weigh_with(weight_config("truncate")))
-    assert forward.peak < 2 * tokens * k * 4
-    outputs, received = ([term.log_probs, logits.view_as(logits)], [torch.ones(tokens), torch.zeros_like(logits)])
-    with Largest() as backward:
-        (gradient,) = torch.autograd.grad(outputs, logits, received)
-    assert gradient.any() and backward.peak < 2 * tokens * k * 4
+    made: list[Any] = []
+    forward = peak_bytes(lambda: made.append(center(logits, target, every, head, weigh_by("truncate"))))
+    outputs, received = [made[0].log_probs, logits.view_as(logits)], [torch.ones(tokens), torch.zeros_like(logits)]
+    backward = peak_bytes(lambda: made.extend(torch.autograd.grad(outputs, logits, received)))
+    assert made[1].any() and max(forward, backward) < 2 * tokens * k * 4
 
 
 def test_a_gradient_that_is_one_number_expanded_is_not_written_to() -> None:

@@ -48,6 +48,8 @@ from mis_plugins.metrics.quantity import QUANTILES
 CLIP = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None}
 KL: dict[str, Any] = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3}
 LENGTHS = (7, 1, 5, 9, 4, 6)
+ROWS = {"advantages": "advantages", "log_probs": "old", "rollout_log_probs": "behavior", "ref_log_probs": "reference"}
+"""Columns of a host's batch, each with the name of the row in a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,11 @@ class Step:
 
     responses: list[Response]
     behavior: list[list[float]]
+
+    def each(self, change: Callable[[Response], dict[str, Any]], first: int = 0) -> "Step":
+        """The step with other fields in every response from number `first` on."""
+        changed = [dataclasses.replace(x, **change(x)) for x in self.responses[first:]]
+        return dataclasses.replace(self, responses=[*self.responses[:first], *changed])
 
     def rows(self, name: str) -> list[Tensor]:
         values = self.behavior if name == "behavior" else [getattr(x, name) for x in self.responses]
@@ -67,9 +74,8 @@ class Step:
         return {
             "unconcat_tokens": [torch.zeros(n + 3, dtype=torch.int64) for n in lengths],
             "total_lengths": [n + 3 for n in lengths], "response_lengths": lengths,
-            "loss_masks": self.rows("mask"), "advantages": self.rows("advantages"),
-            "log_probs": self.rows("old"), "rollout_log_probs": self.rows("behavior"),
-            "ref_log_probs": self.rows("reference"), "max_seq_lens": None,
+            "loss_masks": self.rows("mask"), "max_seq_lens": None,
+            **{name: self.rows(row) for name, row in ROWS.items()},
         }  # fmt: skip
 
 
@@ -371,13 +377,17 @@ def assert_loss_and_gradient(found: Outcome, expected: Expected) -> None:
     assert any(abs(slope) > 10 * atol for slope in flat)
 
 
+def answered(question: Question, change: Callable[[Step], Step] = lambda step: step) -> tuple[Expected, Outcome]:
+    """What is expected of the first step that decides clearly, and the hook's answer to it."""
+    candidates = (Expected(change(random_step(seed)), question) for seed in itertools.count())
+    expected = next(e for e in candidates if e.margin > DECISION and e.decides)
+    return expected, call(expected.step, question.mis, **question.settings)
+
+
 @pytest.mark.parametrize("question", list(questions()), ids=str)
 def test_composition(question: Question):
     """Loss and gradient are those of the formulas, whatever is combined with whatever."""
-    steps = map(random_step, itertools.count())
-    candidates = (Expected(step, question) for step in steps)
-    expected = next(e for e in candidates if e.margin > DECISION and e.decides)
-    found = call(expected.step, question.mis, **question.settings)
+    expected, found = answered(question)
     assert_loss_and_gradient(found, expected)
 
 
@@ -547,8 +557,8 @@ def test_slimes_helper_is_asked_over_the_tokens_that_top_p_left(monkeypatch: pyt
     assert given["args"].rollout_top_p == 0.8 and given["kept"] == (0.8, "ids") and given["with_entropy"]
     assert all(given[name] == step.batch()[name] for name in ("total_lengths", "response_lengths"))
     assert given.keys() == {"args", "kept", "with_entropy", "unconcat_tokens", "total_lengths", "response_lengths"}
-    doubled = [dataclasses.replace(x, target=[2 * p for p in x.target]) for x in step.responses]
-    plain = call(Step(doubled, step.behavior), {}, entropy_coef=0.01)
+    doubled = step.each(lambda x: {"target": [2 * p for p in x.target]})
+    plain = call(doubled, {}, entropy_coef=0.01)
     assert same_bytes(found.loss, plain.loss) and torch.equal(found.gradient, 2 * plain.gradient)
 
 
@@ -584,8 +594,7 @@ def test_a_reducer_of_no_host_is_named():
 def test_without_recomputed_log_probs_the_policy_is_its_own_proximal():
     """slime reuses the training forward, Miles under --skip-actor-forward-only: the ratio is 1, not its gradient 0."""
     step = random_step(2)
-    same = Step([dataclasses.replace(x, old=x.target) for x in step.responses], step.behavior)
-    expected = call(same, TIS)
+    expected = call(step.each(lambda x: {"old": x.target}), TIS)
     assert_same(expected, call(step, TIS, "slime", without=["log_probs"]))
     assert_same(expected, call(step, TIS, skip_actor_forward_only=True))
     assert expected.metrics["ppo_kl"] == 0 and expected.gradient.any()
@@ -717,8 +726,7 @@ def in_a_step(step: Step, *more: Any, **settings: Any) -> Outcome:
 
 
 def masked_out(step: Step) -> Step:
-    empty = [dataclasses.replace(x, mask=[False] * len(x.mask)) for x in step.responses]
-    return Step(empty, step.behavior)
+    return step.each(lambda x: {"mask": [False] * len(x.mask)})
 
 
 def test_the_teacher_kl_is_passed_on():
@@ -760,7 +768,7 @@ def test_nothing_under_the_mask_counts(config: dict, value: float):
     hide = lambda row, mask: [x if valid else value for x, valid in zip(row, mask, strict=True)]  # noqa: E731
     names = ("old", "reference", "advantages")
     hidden = Step(
-        [dataclasses.replace(x, **{name: hide(getattr(x, name), x.mask) for name in names}) for x in step.responses],
+        step.each(lambda x: {name: hide(getattr(x, name), x.mask) for name in names}).responses,
         [hide(b, x.mask) for x, b in zip(step.responses, step.behavior, strict=True)],
     )
     first, second = call(step, config, **KL), call(hidden, config, **KL)
@@ -809,24 +817,17 @@ def test_a_rejected_token_adds_nothing_however_far_its_policies_are(name: str, o
 
 def without_advantages(step: Step, value: float) -> Step:
     """The first valid token of every response but one has the advantage `value`."""
-    responses = [
-        dataclasses.replace(x, advantages=[value if t == x.valid[0] else a for t, a in enumerate(x.advantages)])
-        if i and x.valid
-        else x
-        for i, x in enumerate(step.responses)
-    ]
-    return dataclasses.replace(step, responses=responses)
+    lost = lambda x: [value if [t] == x.valid[:1] else a for t, a in enumerate(x.advantages)]  # noqa: E731
+    return step.each(lambda x: {"advantages": lost(x)}, first=1)
 
 
 @pytest.mark.parametrize(("value", "opsm", "objective"), every_two(GARBAGE, OPSM, OBJECTIVES), ids=str)
 def test_an_advantage_that_is_no_number_teaches_nothing(objective: tuple[dict, Spec], opsm: dict, value: float):
     """Loss and gradient are the formulas' with the advantage 0, whose bits they have; the KL term stays."""
     question = Question({**opsm, "objective": objective[0], "metrics": "none"}, objective[1], "k3")
-    steps = (without_advantages(random_step(seed), value) for seed in itertools.count())
-    expected = next(e for e in (Expected(step, question) for step in steps) if e.margin > DECISION and e.decides)
-    found = call(expected.step, question.mis, **question.settings)
-    zero = [dataclasses.replace(x, advantages=x.learned) for x in expected.step.responses]
-    assert_same(found, call(Step(zero, expected.step.behavior), question.mis, **question.settings))
+    expected, found = answered(question, lambda step: without_advantages(step, value))
+    zero = expected.step.each(lambda x: {"advantages": x.learned})
+    assert_same(found, call(zero, question.mis, **question.settings))
     assert_loss_and_gradient(found, expected)
 
 
@@ -863,25 +864,27 @@ def share_of(step: Step, config: dict) -> loss.Share:
     return loss.share_of(inputs, correction, in_force)
 
 
+FIRST_ALONE = {"statistic": "k1", "over": "sum", "lower": 34.0}  # a rule that keeps the first of bad sequences
+
+
 def test_the_breaker_sees_rules_and_opsm_together():
     """Rules leave one sequence and OPSM masks that one: nothing is left, and that is said whatever is done about it."""
     bad, good = all_bad(random_step(5)), random_step(5)
     opsm = {"opsm": {"delta": 0.05}}
-    first_alone = {"weight": None, "reject": [{"statistic": "k1", "over": "sum", "lower": 34.0}]}
+    first_alone = {"weight": None, "reject": [FIRST_ALONE]}
     counts = [share_of(bad, config).all_rejected for config in (opsm, first_alone, first_alone | opsm)]
     assert [bool(flag) for flag in counts] == [True, False, True]
     assert bool(share_of(bad, opsm | {"on_all_rejected": "keep"}).all_rejected)
     assert not share_of(good, opsm).all_rejected and share_of(good, {}).all_rejected is None
     assert not share_of(masked_out(bad), opsm).all_rejected
-    short = [dataclasses.replace(x, mask=[t == 0 for t in range(len(x.mask))]) for x in bad.responses]
-    assert share_of(Step(short, bad.behavior), opsm).all_rejected  # of one token each
+    of_one_token = bad.each(lambda x: {"mask": [t == 0 for t in range(len(x.mask))]})
+    assert share_of(of_one_token, opsm).all_rejected
 
 
 def test_what_weighs_nothing_is_not_left():
     """OPSM leaves the first sequence alone, and a zero bound gives a weight to the others alone."""
-    step = first_good(all_bad(random_step(5)))
-    weighed = [dataclasses.replace(x, old=[p + 5 for p in x.old]) for x in step.responses[1:]]
-    step, opsm = Step([step.responses[0], *weighed], step.behavior), {"opsm": {"delta": 0.05}}
+    step = first_good(all_bad(random_step(5))).each(lambda x: {"old": [p + 5 for p in x.old]}, first=1)
+    opsm = {"opsm": {"delta": 0.05}}
     assert bool(share_of(step, opsm | {"weight": {"bound": "zero"}}).all_rejected)
     assert not share_of(step, opsm | {"weight": {"bound": "clip"}}).all_rejected
 
@@ -893,12 +896,10 @@ def test_the_breaker_hears_of_rules_whose_work_opsm_goes_on_with():
     assert bool(share.all_rejected) and 0 < int((share.factor > 0).sum()) < int(share.keep.sum())
 
 
-KEPT = {"weight": None, "denominator": "kept", "opsm": {"delta": 0.05}, "reject": [{"over": "token", "upper": 1.05}]}
-
-
 def test_what_everything_rejected_gives_back_is_given_to_nobody_else():
     """Entropy and KL keep the denominator of the kept tokens, in float32, where OPSM leaves some."""
-    keeps, skips = (share_of(random_step(5), KEPT | {"on_all_rejected": fate}) for fate in ("keep", "skip"))
+    config = RULES | {"reject": [{"over": "token", "upper": 1.05}], "denominator": "kept", "opsm": {"delta": 0.05}}
+    keeps, skips = (share_of(random_step(5), config | {"on_all_rejected": fate}) for fate in ("keep", "skip"))
     assert not keeps.all_rejected and keeps.factor.dtype == torch.float32
     assert torch.equal(keeps.scale, skips.scale) and (keeps.scale > 1).any()
     assert torch.equal(keeps.factor, skips.factor)
@@ -907,23 +908,23 @@ def test_what_everything_rejected_gives_back_is_given_to_nobody_else():
 def test_one_token_left_is_not_nothing():
     """OPSM leaves one token of the micro-batch, which `on_all_rejected: keep` must not take for none."""
     step = all_bad(random_step(5))
-    place = next(i for i, x in enumerate(step.responses) if any(x.mask))
-    one = step.responses[place]
-    first = one.mask.index(True)
-    advantages = [1.0 if t == first else a for t, a in enumerate(one.advantages)]
-    step.responses[place] = dataclasses.replace(one, advantages=advantages)
+    one = next(x for x in step.responses if x.valid)
+    cast(list[float], one.advantages)[one.valid[0]] = 1.0
     share = share_of(step, {"opsm": {"delta": 0.05}, "on_all_rejected": "keep"})
     assert not share.all_rejected and int((share.factor > 0).sum()) == 1
 
 
 def all_bad(step: Step) -> Step:
-    responses = [dataclasses.replace(x, advantages=[-1.0] * len(x.mask)) for x in step.responses]
-    return Step(responses, [[x + 5 for x in row] for row in step.behavior])
+    """OPSM drops every sequence: bad ones, which the engine finds far likelier."""
+    return Step(with_advantages(step, -1.0).responses, [[x + 5 for x in row] for row in step.behavior])
 
 
 def first_good(step: Step) -> Step:
-    first, *others = step.responses
-    return Step([dataclasses.replace(first, advantages=[1.0] * len(first.mask)), *others], step.behavior)
+    return Step([*with_advantages(step, 1.0).responses[:1], *step.responses[1:]], step.behavior)
+
+
+def with_advantages(step: Step, value: float) -> Step:
+    return step.each(lambda x: {"advantages": [value] * len(x.mask)})
 
 
 @pytest.mark.parametrize("without", [(), ("rollout_log_probs",)])
@@ -934,8 +935,7 @@ def test_opsm_of_everything_stops_the_job(metrics: str, without: Sequence[str]):
     in_a_step(random_step(5), config)
     bad = all_bad(random_step(5))
     if without:  # OPSM then compares with the proximal policy
-        responses = [dataclasses.replace(x, old=[p + 5 for p in x.old]) for x in bad.responses]
-        bad = dataclasses.replace(bad, responses=responses)
+        bad = bad.each(lambda x: {"old": [p + 5 for p in x.old]})
     call(bad, config, without=without)
     with pytest.raises(MisError, match=r"every sequence of 1 of 1 micro-batches.*; 0\.0% of the step's tokens"):
         mis.report_step(flags(), 0, 2)
@@ -1046,14 +1046,18 @@ def test_without_opsm_nothing_of_it_is_reported(logged: list[dict]):
     assert logged and not [name for name in logged[0] if name.startswith("opsm_")]
 
 
-def test_keep_gives_back_what_rules_and_opsm_took_together():
-    """In surrogate, entropy and KL alike, which the rule had taken from all sequences but one."""
-    step = all_bad(random_step(5))
-    rule = {"statistic": "k1", "over": "sum", "lower": 34.0}
-    both = {"weight": None, "reject": [rule], "opsm": {"delta": 0.05}, "on_all_rejected": "keep"}
-    for denominator, flags_beside in itertools.product(("original", "kept"), ({}, {"entropy_coef": 0.01, **KL})):
-        found = call(step, both | {"denominator": denominator}, **flags_beside)
-        assert_same(found, call(step, {}, **flags_beside))
+@pytest.mark.parametrize("rules", [[], [FIRST_ALONE]], ids=["OPSM", "a rule and OPSM"])
+@pytest.mark.parametrize("denominator", ["original", "kept"])
+def test_keep_gives_back_what_rules_and_opsm_took_together(denominator: str, rules: list[dict]):
+    """In surrogate, entropy and KL alike, which a rule had taken from all sequences but one."""
+    step, opsm = all_bad(random_step(5)), {"opsm": {"delta": 0.05}}
+    config = opsm | {"weight": None, "reject": rules, "on_all_rejected": "keep", "denominator": denominator}
+    for beside in ({}, {"entropy_coef": 0.01, **KL}):
+        found = call(step, config, **beside)
+        assert_same(found, call(step, {}, **beside))
+        assert found.metrics["opsm_clipfrac"] == 0
+    mended = first_good(step)
+    assert_same(call(mended, opsm | {"on_all_rejected": "keep"}), call(mended, opsm))
 
 
 def test_the_mean_of_the_rollout_serves_the_loss_hook():
@@ -1068,18 +1072,11 @@ def test_the_mean_of_the_rollout_serves_the_loss_hook():
     assert_same(found, call(step, alone))
 
 
-def test_opsm_of_everything_skips_or_keeps():
+def test_opsm_of_everything_skips():
     step = all_bad(random_step(5))
     skipped = call(step, {"opsm": {"delta": 0.05}})
     assert skipped.loss == 0 and not skipped.gradient.any()
     assert_close(skipped.metrics["opsm_clipfrac"], torch.tensor(float(sum(any(x.mask) for x in step.responses))))
-    for denominator in ("original", "kept"):
-        config = {"opsm": {"delta": 0.05}, "on_all_rejected": "keep", "denominator": denominator}
-        assert_same(call(step, config), call(step, {}))
-        assert call(step, config).metrics["opsm_clipfrac"] == 0
-    mended = first_good(all_bad(random_step(5)))
-    partly = call(mended, {"opsm": {"delta": 0.05}, "on_all_rejected": "keep"})
-    assert_same(partly, call(mended, {"opsm": {"delta": 0.05}}))
 
 
 def test_a_rank_without_tokens_still_has_a_gradient(monkeypatch: pytest.MonkeyPatch):
@@ -1132,16 +1129,12 @@ def test_a_loss_that_nothing_corrects_is_told_unless_the_run_watches_or_has_anot
     assert (nothing in caplog.text) == ("weighs and rejects nothing" in caplog.text) == (settings in UNCORRECTED)
 
 
-CORRECTIONS: list[dict] = [
-    {"weight": {}},
-    {"weight": None, "reject": [{"over": "token", "upper": 2.0}]},
-    {"segment_wise": {}},
-]
+BY_TOKEN: dict = {"weight": None, "reject": [{"over": "token", "upper": 2.0}]}
 WITHOUT_THE_TRAINERS = [
     ({"metrics": "full"}, {}),
     ({"opsm": {"delta": 0.1}}, {}),
     ({"objective": {"surrogate": "reinforce", "old": "behavior"}, "weight": {}}, {}),
-    ({"weight": None, "reject": [{"over": "token", "upper": 2.0}]}, {"use_rollout_logprobs": True}),
+    (BY_TOKEN, {"use_rollout_logprobs": True}),
     ({"weight": {}}, {"skip_actor_forward_only": True}),
 ]
 
@@ -1154,7 +1147,7 @@ def one_tensor(config: dict, share: Callable[[list[Tensor]], list[Tensor]], **se
     return call(random_step(6), config, carried=batch, **settings)
 
 
-@pytest.mark.parametrize("config", CORRECTIONS)
+@pytest.mark.parametrize("config", [{"weight": {}}, BY_TOKEN, {"segment_wise": {}}])
 @pytest.mark.parametrize("share", [lambda rows: rows, list, lambda rows: [row.detach() for row in rows]])
 def test_the_engines_log_probs_in_place_of_the_trainers_are_refused(config: dict, share: Callable):
     with pytest.raises(InputError, match=r"^log_probs\[0\] and rollout_log_probs\[0\]: one tensor"):
@@ -1218,13 +1211,7 @@ def embedded_batch(step: Step, rank: int, cp: int) -> tuple[Layout, MicroBatch]:
         whole = torch.cat(step.rows(name)).float() - shift
         return list(whole[layout.response_index].split(layout.local_lengths))
 
-    fields = {
-        "advantages": "advantages",
-        "log_probs": "old",
-        "rollout_log_probs": "behavior",
-        "ref_log_probs": "reference",
-    }
-    data: dict[str, Any] = {field: local(name) for field, name in fields.items()}
+    data: dict[str, Any] = {name: local(row) for name, row in ROWS.items()}
     data |= {"tokens": tokens, "loss_masks": step.rows("mask")}
     version = step.batch().get("proximal_version")
     if version is not None:

@@ -8,13 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import loss_oracle
-import oracle
 import pytest
 import torch
 import torch.distributed as dist
 from drive import same_bytes
-from launch import run_ranks
 from loss_oracle import Response, Spec
+from responses import LENGTHS, Held, Place, flat, over_four_ranks, ragged_of, split
 from tolerances import EPS, FINITE_STEP, WRITTEN, finite_difference_atol, float64_atol
 from torch import Tensor
 
@@ -35,8 +34,6 @@ from mis_plugins.loss.objective import (
     policy_term,
     target_log_ratio,
 )
-from mis_plugins.packing.layout import whole, zigzag
-from mis_plugins.packing.ragged import Ragged, Ranks
 
 KINK = 1000 * FINITE_STEP  # so that a finite difference does not straddle one
 KL_TYPES = tuple(ESTIMATORS)
@@ -65,15 +62,6 @@ def clear_responses(seed: int, spec: Spec) -> list[Response]:
     return next(x for x in candidates if loss_oracle.margin(x, spec) > KINK)
 
 
-def flat(batch: Sequence[Response], field: str, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.tensor([value for x in batch for value in getattr(x, field)], dtype=dtype)
-
-
-def ragged_of(batch: Sequence[Response]) -> Ragged:
-    mask = flat(batch, "mask", torch.bool)
-    return whole([len(x.mask) for x in batch]).place(mask, Ranks())
-
-
 def objective(spec: Spec) -> ObjectiveConfig:
     return ObjectiveConfig(spec.surrogate, "behavior", spec.ratio, **spec.settings)  # type: ignore[arg-type]
 
@@ -94,10 +82,6 @@ def learned(batch: Sequence[Response], spec: Spec, **fields: Tensor) -> tuple[Po
     target = flat(batch, "target").requires_grad_()
     term = term_of(batch, spec, target, **fields)
     return term, torch.autograd.grad(term.loss.sum(), target)[0]
-
-
-def split(x: Tensor, batch: Sequence[Response]) -> list[list[float]]:
-    return [part.tolist() for part in x.detach().split([len(r.mask) for r in batch])]
 
 
 def assert_rows_close(found: list[list[float]], expected: list[list[float]], atol: float) -> None:
@@ -124,7 +108,7 @@ def test_value_and_gradient(spec: Spec, seed: int):
     batch = clear_responses(seed, spec)
     term, gradient = learned(batch, spec)
     size = loss_oracle.magnitude(batch)
-    sums = [sum(row) for row in split(term.loss, batch)]
+    sums = [math.fsum(row) for row in split(term.loss, batch)]
     expected = loss_oracle.policy_sums(batch, spec, batch)
     assert_rows_close([sums], [expected], float64_atol(size, term.loss.numel()))
     slopes = loss_oracle.gradient(
@@ -319,53 +303,26 @@ def test_log_probs_are_widened_before_they_are_subtracted(dtype: torch.dtype):
 # -------------------------------------------------------------------------------------------------- several ranks
 
 
-def on_rank(batch: Sequence[Response], prompts: Sequence[int], cp: int, spec: Spec) -> dict:
-    rank = dist.get_rank()
-    responses = [len(x.mask) for x in batch]
-    totals = [p + r for p, r in zip(prompts, responses, strict=True)]
-    owned = [oracle.zigzag(t, r, cp, rank) for t, r in zip(totals, responses, strict=True)]
-
-    def local(field: str) -> Tensor:
-        rows = [[getattr(x, field)[t] for t in own] for x, own in zip(batch, owned, strict=True)]
-        return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
-
-    layout = zigzag(totals, responses, cp, rank)
-    ragged = layout.place(flat(batch, "mask", torch.bool), Ranks(cp=dist.group.WORLD))
-    target = local("target").requires_grad_()
-    old, advantages, factor = (local(name) for name in ("old", "advantages", "factor"))
-    loss = policy_term(target, old, advantages, factor, ragged, objective(spec), clip_of(spec)).loss
-    (gradient,) = torch.autograd.grad(loss.sum(), target)
-    return {"owned": owned, "loss": loss.detach(), "gradient": gradient}
-
-
 def test_objectives_of_a_sequence_over_ranks_have_the_gradient_of_one(tmp_path: Path):
     """Surrogates of a whole sequence give on four ranks what they give in one process, which the oracle judges.
 
     Weights and advantages differ within a sequence.
     """
-    batch = random_responses(21, (9, 1, 20, 0, 13, 6))
-    prompts = [3, 30, 1, 5, 25, 8]
+    batch = random_responses(21, LENGTHS)
     specs = [Spec(ratio="sequence"), Spec("sapo", "sequence"), Spec("vespo"), Spec("gmpo")]
-    every = run_ranks(4, 4, lambda _: [on_rank(batch, prompts, 4, spec) for spec in specs], tmp_path, megatron=False)
-    assert any(not own for (part, *_) in every for own in part["owned"][1:2]), "a rank without a token of one"
-    for spec, *ranks in zip(specs, *every, strict=True):
+
+    def work(held: Held, place: Place) -> list[Tensor]:
+        found, rows = [], {name: held(name) for name in ("old", "advantages", "factor")}
+        ragged = place(dist.group.WORLD)
+        for spec in specs:
+            target = held("target").requires_grad_()
+            loss = policy_term(target, **rows, ragged=ragged, config=objective(spec), clip=clip_of(spec)).loss
+            found += [loss, *torch.autograd.grad(loss.sum(), target)]
+        return found
+
+    found = over_four_ranks(batch, work, tmp_path)
+    atol = float64_atol(loss_oracle.magnitude(batch), sum(LENGTHS))
+    for spec, losses, slopes in zip(specs, found[::2], found[1::2], strict=True):
         term, gradient = learned(batch, spec)
-        assert_ranks_have(ranks, batch, [sum(row) for row in split(term.loss, batch)], split(gradient, batch))
-
-
-def assert_ranks_have(
-    ranks: Sequence[dict], batch: Sequence[Response], values: list[float], slopes: list[list[float]]
-) -> None:
-    """What the ranks own of each sequence adds up to these losses, and has these gradients."""
-    sums, gradient = [0.0] * len(batch), [[math.nan] * len(x.mask) for x in batch]
-    for part in ranks:
-        lengths = [len(own) for own in part["owned"]]
-        for i, (own, loss, slope) in enumerate(
-            zip(part["owned"], part["loss"].split(lengths), part["gradient"].split(lengths), strict=True)
-        ):
-            sums[i] += float(loss.sum())
-            for t, value in zip(own, slope.tolist(), strict=True):
-                gradient[i][t] = value
-    atol = float64_atol(loss_oracle.magnitude(batch), sum(len(x.mask) for x in batch))
-    assert_rows_close([sums], [values], atol)
-    assert_rows_close(gradient, slopes, atol)
+        assert_rows_close([list(map(math.fsum, losses))], [list(map(math.fsum, split(term.loss, batch)))], atol)
+        assert_rows_close(slopes, split(gradient, batch), atol)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
+import drive
 import numpy as np
 import oracle
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
-from mis_plugins.correction.pipeline import Correction, correct
+from mis_plugins.correction.pipeline import Correction
 from mis_plugins.metrics import sketch, tokens
 from mis_plugins.metrics.partials import METRICS, finalize, partials
 from mis_plugins.metrics.quantity import QUANTILES
@@ -29,13 +30,9 @@ from mis_plugins.packing.ragged import Ragged, Responses
 SPLIT_DEPENDENT = ("micro_batches", "all_rejected")
 
 
-def corrected(batch: Batch, config: CorrectionConfig) -> Correction:
+def corrected(batch: Batch, config: CorrectionConfig, routes: Tensor | None = None) -> Correction:
     """The whole batch on one rank, with every total that the rows read."""
-    ends = torch.tensor([0, *batch.response_lengths]).cumsum(0)
-    ragged = Ragged(ends, batch.flat_mask)
-    everything = replace(config, metrics="all")
-    found = correct(*batch.joined(), ragged, everything)
-    return replace(found, config=config)
+    return replace(drive.corrected(batch, replace(config, metrics="all"), routes), config=config)
 
 
 def shard(c: Correction, owned: list[list[int]]) -> Correction:
@@ -173,10 +170,8 @@ def test_the_oracle_agrees_on_rules_over_routes(batch: Batch, data: st.DataObjec
     config = {"weight": None, "reject": [rule], "metrics": "full"}
     samples = [replace(one, routes=row) for one, row in zip(batch.samples, rows, strict=True)]
     wanted, everything = step_oracle.step_metrics(samples, config, oracle.correct(samples, config))
-    parsed, ends = from_mapping(config), torch.tensor([0, *batch.response_lengths]).cumsum(0)
-    ragged, routes = Ragged(ends, batch.flat_mask), torch.tensor(sum(rows, []))
-    made = correct(*batch.joined(), ragged, replace(parsed, metrics="all"), routes=routes)
-    found = finalize(partials(replace(made, config=parsed)), parsed)
+    parsed = from_mapping(config)
+    found = finalize(partials(corrected(batch, parsed, torch.tensor(sum(rows, [])))), parsed)
     of_rule = [name for name in wanted if name.startswith("rule_1_")]
     assert of_rule
     for name in of_rule:
@@ -196,8 +191,8 @@ def assert_metric(name: str, found: float, value: float, s: step_oracle.Everythi
     size = max(abs(value), s.sizes.get(name, 1.0), weights if OF_WEIGHTS.match(name) else 1.0)
     atol = (step_weight_atol if OF_WEIGHTS.match(name) else step_atol)(len(s.usable), size)
     if name.endswith("std"):  # the root of a difference of squares, and it is those whose rounding is bounded
-        return assert_close(found**2, value**2, atol * size, name)
-    return assert_close(found, value, atol, name)
+        return drive.assert_close(found**2, value**2, 0.0, atol * size, name)
+    return drive.assert_close(found, value, 0.0, atol, name)
 
 
 OF_WEIGHTS = re.compile("weight|kept_weight|applied|ess|sequence_weight|sequence_applied|normalization|loss|rule")
@@ -209,16 +204,15 @@ def assert_correlation(name: str, found: float, value: float, s: step_oracle.Eve
     spreads = float(np.std(first) * np.std(second)) if len(first) else 0.0
     size = float(np.max(np.abs([first, second]), initial=1.0)) ** 2
     if spreads > 100 * step_atol(len(first), size):
-        assert_close(found, value, 4 * step_atol(len(first), size) / spreads, name)
+        drive.assert_close(found, value, 0.0, 4 * step_atol(len(first), size) / spreads, name)
 
 
 @pytest.mark.parametrize("name", ["prob_correlation", "log_prob_correlation"])
 def test_a_side_that_does_not_vary_has_no_correlation(name: str) -> None:
     """The difference of its mean square and squared mean is rounding, which a quotient would show as a number."""
-    ragged = Ragged(torch.tensor([0, 20]), torch.ones(20, dtype=torch.bool))
     config = CorrectionConfig(metrics="all")
-    for varied in (torch.full((20,), -0.5), -torch.rand(20, generator=torch.Generator().manual_seed(1))):
-        made = correct(torch.full((20,), -0.51), varied, ragged, config)
+    for varied in ([-0.5] * 20, (-torch.rand(20, generator=torch.Generator().manual_seed(1))).tolist()):
+        made = corrected(make_batch([([-0.51] * 20, varied, [1] * 20)]), config)
         assert math.isnan(finalize(partials(made), config).get(name, math.nan))
 
 
@@ -236,11 +230,7 @@ def assert_percentile(name: str, percent: int, found: dict[str, float], ordered:
     value = value if name == "sequence_log_ratio" else math.log(value)
     bound = sketch.RELATIVE_ERROR * ((1 - share) * abs(low) + share * abs(high)) + sketch.SMALLEST
     rounding = step_weight_atol(len(ordered), max(1.0, abs(low), abs(high)))
-    assert_close(value, low + share * (high - low), bound + rounding, f"{name}_p{percent}")
-
-
-def assert_close(found: float, value: float, atol: float, name: str) -> None:
-    assert abs(found - value) <= atol, f"{name}: got {found!r}, expected {value!r}, atol {atol:g}"
+    drive.assert_close(value, low + share * (high - low), 0.0, bound + rounding, f"{name}_p{percent}")
 
 
 # ------------------------------------------------------------------------------------------------------- identities
@@ -317,22 +307,6 @@ def test_the_mismatch_is_split_by_turn():
     assert found["turn_4_log_prob_diff_abs_mean"] == pytest.approx(math.log(2), rel=1e-6)
     assert found["turn_4_kl_k1"] == pytest.approx(0.0, abs=1e-6)
     assert "turn_5_share" not in found
-
-
-@pytest.mark.parametrize("cp", [1, 2, 4])
-def test_turns_are_those_of_the_whole_response(cp: int):
-    """However context parallelism cuts a response, in the midst of a turn too, and where a rank owns no token of it."""
-    masks = [[1, 1, 0, 1, 1, 1, 0, 0, 1, 1], [0, 1, 0], [1] * 9 + [0, 1]]
-    ratios = [[1.0 + i + t / 8 for t in range(len(mask))] for i, mask in enumerate(masks)]
-    batch, config = ratio_batch(ratios, masks), from_mapping({"weight": None})
-    found = finalize(merged(split(batch, [range(3)], config, cp)), config)
-    turns = {1: [(0, 0), (0, 1), (1, 1), *((2, t) for t in range(9))], 2: [(0, 3), (0, 4), (0, 5), (2, 10)]}
-    for turn, places in (turns | {3: [(0, 8), (0, 9)]}).items():
-        values = [ratios[i][t] for i, t in places]
-        assert found[f"turn_{turn}_share"] == pytest.approx(len(values) / 18)
-        assert found[f"turn_{turn}_ratio_mean"] == pytest.approx(sum(values) / len(values), rel=1e-6)
-        assert found[f"turn_{turn}_kl_k1"] == pytest.approx(-sum(map(math.log, values)) / len(values), rel=1e-6)
-    assert found["turn_4_share"] == 0.0
 
 
 def test_what_is_not_known_is_not_reported():

@@ -90,23 +90,24 @@ def grid() -> tuple[int, int, int]:
     return *cp, mpu.get_data_parallel_rank(with_context_parallel=False)
 
 
-def stage_of_model(manager: Manager, sequence_parallel: bool = False) -> Stage:
+def tensor_grid() -> tuple[int, int]:
+    return mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+
+
+def stage_of_model(manager: Manager, sequence_parallel: bool) -> Stage:
     pp, stage = mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()
-    each = LAYERS // pp
-    sizes = dict(
-        tensor_model_parallel_size=mpu.get_tensor_model_parallel_world_size(),
-        expert_model_parallel_size=mpu.get_expert_model_parallel_world_size(),
-        sequence_parallel=sequence_parallel,
-    )
-    made = Stage(range(stage * each, (stage + 1) * each), LAYERS, manager, **sizes)
-    trains = sequence_parallel or sizes["tensor_model_parallel_size"] == 1  # Megatron refuses to train the other
-    return made.train(trains)
+    each, (tp, _) = LAYERS // pp, tensor_grid()
+    made = Stage(
+        range(stage * each, (stage + 1) * each), LAYERS, manager, tensor_model_parallel_size=tp,
+        expert_model_parallel_size=mpu.get_expert_model_parallel_world_size(), sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    return made.train(sequence_parallel or tp == 1)  # Megatron refuses to train the other
 
 
 def fill(model: Stage, args: Namespace, plant: Plant | None) -> None:
     """What a host does with the engine's rows before the log-prob pass."""
     cp, rank, data = grid()
-    tp, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    tp, tp_rank = tensor_grid()
     for rows in recorded(data):
         packed = torch.cat([held(each, cp, rank, -1) for each in rows])
         packed = torch.cat([packed, packed.new_full((-len(packed) % tp, *packed.shape[1:]), -1)])
@@ -122,7 +123,6 @@ def fill(model: Stage, args: Namespace, plant: Plant | None) -> None:
 def forward(model: Stage, manager: Manager, args: Namespace, loss: Loss | None = None) -> None:
     """One pass over the micro-batches, as a host runs it, with the loss of each behind its forward."""
     cp, rank, data = grid()
-    tp, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
     manager.stage = "replay_forward"
     for layer in model.layers:
         queue: Any = layer.router.routing_replay  # type: ignore[union-attr]
@@ -130,21 +130,23 @@ def forward(model: Stage, manager: Manager, args: Namespace, loss: Loss | None =
             queue.forward_index = 0
     for batch in batches(data):
         tokens = [held(torch.tensor(each), cp, rank, 0) for each in batch]
-        masks = [torch.tensor([PROMPT - 1 <= t < len(each) - 1 for t in range(len(each))]) for each in batch]
-        mask = torch.cat([held(each.long(), cp, rank, 0) for each in masks])
-        starts = [0]
-        for each in tokens:
-            starts.append(starts[-1] + len(each))
-        flat = torch.cat(tokens)
-        if pad := -len(flat) % tp:
-            starts.append(starts[-1] + pad)
-        flat, mask = (torch.cat([x, x.new_zeros(pad)])[None] for x in (flat, mask))
-        packed = SimpleNamespace(cu_seqlens_q=torch.tensor(starts, dtype=torch.int32) * cp)
-        cut = (tp, tp_rank) if args.sequence_parallel else (1, 0)
-        model(input_ids=flat, packed_seq_params=packed, loss_mask=mask, sp=cut)
+        scored = [[int(PROMPT - 1 <= t < len(each) - 1) for t in range(len(each))] for each in batch]
+        masks = [held(torch.tensor(each), cp, rank, 0) for each in scored]
+        run_packed(model, args, tokens, masks, cp)
         if loss is not None:
             loss(args, batch)
     manager.stage = "fallthrough"
+
+
+def run_packed(model: Stage, args: Namespace, tokens: list[Tensor], masks: list[Tensor], cp: int) -> None:
+    """Run the model over sequences in one row, which is padded for tensor-parallel ranks."""
+    tp, tp_rank = tensor_grid()
+    pad = -sum(map(len, tokens)) % tp
+    lengths = [0, *map(len, tokens), *([pad] if pad else [])]
+    flat, mask = (torch.cat([*rows, rows[0].new_zeros(pad)])[None] for rows in (tokens, masks))
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32) * cp)
+    cut = (tp, tp_rank) if args.sequence_parallel else (1, 0)
+    model(input_ids=flat, packed_seq_params=packed, loss_mask=mask, sp=cut)
 
 
 def watched(
@@ -184,11 +186,7 @@ def watched(
 def forward_unwatched(model: Stage, manager: Manager, args: Namespace) -> None:
     """A reference model's pass: routers route by themselves, and nobody counts."""
     manager.stage = "fallthrough"
-    tokens = torch.zeros(1, 8, dtype=torch.long)
-    tp = mpu.get_tensor_model_parallel_world_size()
-    cut = (tp, mpu.get_tensor_model_parallel_rank()) if args.sequence_parallel else (1, 0)
-    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 8], dtype=torch.int32))
-    model(input_ids=tokens, packed_seq_params=packed, loss_mask=torch.ones(1, 8), sp=cut)
+    run_packed(model, args, [torch.zeros(8, dtype=torch.long)], [torch.ones(8)], cp=1)
 
 
 def expected(data_ranks: int) -> list[dict[str, float]]:
@@ -342,17 +340,15 @@ def test_a_planted_fault_is_named_and_stops_the_run(name: str, tmp_path: Path):
     where, plant, told = PLANTS[name]
     cut = "sequence" in name
     args = host_args(sequence_parallel=cut)
+    stops = host_args(sequence_parallel=cut, mis=args.mis | {"routing": {"on_fault": "raise"}})
 
-    def work(rank: int) -> Any:
+    def work(rank: int) -> tuple[list[str], str]:
         _, _, said = watched(args, plant, fused=plant is None)
-        return said
+        return said, said_of(lambda: watched(stops, plant, fused=plant is None))
 
-    said = [line for lines in on_ranks(where, work, tmp_path) for line in lines]
+    said, stopped = zip(*on_ranks(where, work, tmp_path), strict=True)
     for pattern in told:
-        assert any(re.search(pattern, line) for line in said), (pattern, said)
-    raising = {"weight": None, "reject": [{"upper": 50}], "routing": {"on_fault": "raise"}}
-    stops = host_args(sequence_parallel=cut, mis=raising)
-    stopped = on_ranks(where, lambda _: said_of(lambda: watched(stops, plant, fused=plant is None)), tmp_path / "again")
+        assert any(re.search(pattern, line) for lines in said for line in lines), (pattern, said)
     assert all("mis.routing.on_fault: raise" in text for text in stopped), stopped
     assert all(re.search(pattern, "; ".join(stopped)) for pattern in told), stopped
 

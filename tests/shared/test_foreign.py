@@ -52,6 +52,18 @@ def tensor(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) ->
     return b"ctorch._utils\n_rebuild_tensor_v2\n" + arguments + b"R"
 
 
+def with_second_directory(content: bytes, renamed: Mapping[bytes, bytes]) -> bytes:
+    """The archive with a copy of its directory before the end, which names other records of equal length."""
+    ends = content.rindex(b"PK\x05\x06")
+    size, begin = struct.unpack("<II", content[ends + 12 : ends + 20])
+    if 0xFFFFFFFF in (size, begin):
+        pytest.fail("torch writes a larger kind of archive now: rebuild this test")
+    other = content[begin : begin + size]
+    for name, instead in renamed.items():
+        other = other.replace(name, instead)
+    return content[: begin + size] + other + content[ends:]
+
+
 FOUR = torch.arange(4.0)
 NUMBERS = {"data/0": FOUR.numpy().tobytes()}
 
@@ -83,22 +95,12 @@ def test_an_archive_that_shows_two_readers_two_lists_runs_nothing(tmp_path: Path
     """zipfile finds the second directory, before the end; torch the first, where the end says that it lies."""
     script = tmp_path / "program.pt"
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), script)
-    whole = script.read_bytes()
-    ends = whole.rindex(b"PK\x05\x06")
-    size, begin = struct.unpack("<II", whole[ends + 12 : ends + 20])
-    if 0xFFFFFFFF in (size, begin):
-        pytest.fail("torch writes a larger kind of archive now: rebuild this test")
-    first = whole[begin : begin + size]
-    second = first.replace(b"constants.pkl", b"constantz.pkl").replace(b".py", b".pz")
-    (tmp_path / "two.pt").write_bytes(whole[: begin + size] + second + _last(whole))
+    renamed = {b"constants.pkl": b"constantz.pkl", b".py": b".pz"}
+    (tmp_path / "two.pt").write_bytes(with_second_directory(script.read_bytes(), renamed))
     with zipfile.ZipFile(tmp_path / "two.pt") as seen:
         assert not any(name.endswith("constants.pkl") for name in seen.namelist())
     with pytest.raises(RecordError, match="two lists of records"):
         load_foreign(tmp_path / "two.pt")
-
-
-def _last(whole: bytes) -> bytes:
-    return whole[whole.rindex(b"PK\x05\x06") :]
 
 
 GLOBALS = ("posix\nsystem", "builtins\neval", "torch.serialization\nload", "torch\nload", "torch.jit\nload",

@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from test_foreign import integer, npy
+from test_foreign import integer, npy, with_second_directory
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import UserError
@@ -121,16 +121,8 @@ def archives(draw: st.DrawFn) -> bytes:
             made.writestr(f"{draw(st.sampled_from(['a', 'a', 'b']))}/{name}", draw(st.binary(max_size=40)))
     content = file.getvalue()
     if draw(st.booleans()):
-        content = _second_directory(content)
+        content = with_second_directory(content, {b"constants": b"constantz", b"data/0": b"data/1"})
     return changed(draw, content, draw(st.sampled_from([0, 0, 3])))
-
-
-def _second_directory(content: bytes) -> bytes:
-    """The archive with a copy of its directory before the end, which names other records of equal length."""
-    ends = content.rindex(b"PK\x05\x06")
-    size, begin = struct.unpack("<II", content[ends + 12 : ends + 20])
-    other = content[begin : begin + size].replace(b"constants", b"constantz").replace(b"data/0", b"data/1")
-    return content[: begin + size] + other + content[ends:]
 
 
 JUNK = st.recursive(

@@ -1,17 +1,14 @@
 """Addresses of earlier releases: each import is refused with what took its place, and that exists."""
 
 import importlib
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+from commands import ran
 
 from lab.toys import DRAWN
 from mis_plugins.shared.moved import moved
 
-ROOT = Path(__file__).parents[2]
 MOVED = moved()
 
 
@@ -25,7 +22,7 @@ def test_a_former_address_is_refused_with_what_took_its_place(old: str, new: str
 
 @pytest.mark.parametrize("command", ["mis_plugins.local", "true_on_policy.kernels.exhaustive", "lab.presets"])
 def test_each_package_refuses_its_former_commands(command: str):
-    told = subprocess.run([sys.executable, "-m", command], cwd=ROOT, capture_output=True, text=True)
+    told = ran("-m", command)
     assert told.returncode and f"{MOVED[command]} takes its place" in told.stderr
 
 

@@ -1,12 +1,8 @@
 """Nothing that is imported opens a connection, and no hook of a training job does."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from commands import ROOT, ran
 
-ROOT = Path(__file__).parents[2]
 WATCHED = """
 import sys
 
@@ -47,7 +43,5 @@ print("called")
     ("code", "asks"), [(WATCHED + IMPORTED + CALLED, ""), (WATCHED + PLANTED, "socket.getaddrinfo")]
 )
 def test_no_connection_is_opened(code: str, asks: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WATCHED + code.replace("{ROOT}", str(ROOT))], capture_output=True, text=True
-    )
+    done = ran("-c", code.replace("{ROOT}", str(ROOT)))
     assert done.returncode == bool(asks) and asks in done.stderr, done.stderr[-2000:]

@@ -9,16 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from commands import ran
+from commands import ROOT, ran
 
 import mis_plugins
 
-ROOT = Path(__file__).parents[2]
 FILES = [
     file
     for folder in ("mis_plugins", "true_on_policy", "lab")
@@ -133,8 +132,16 @@ def test_every_command_ends_by_the_one_function(file: Path) -> None:
 LONG = "-m lab.host --warmup-steps 100000 --context-parallel-size 2 --output"
 
 
-def interrupted(words: str, after: float) -> tuple[int, str]:
-    """Exit code and stderr of a command that gets Ctrl-C so many seconds into its import of torch.
+def imports_torch(pid: int) -> bool:  # before, Python itself starts
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def has_ranks(pid: int) -> bool:
+    return len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()) == 2
+
+
+def interrupted(words: str, after: float, once: Callable[[int], bool]) -> tuple[int, str]:
+    """Exit code and stderr of a command that gets Ctrl-C so many seconds after it does what `once` says.
 
     Every process of the command gets it, as from a terminal.
     """
@@ -146,7 +153,7 @@ def interrupted(words: str, after: float) -> tuple[int, str]:
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a script ignores it
     )
-    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # before, Python itself starts
+    while not once(process.pid):
         time.sleep(0.01)
     time.sleep(after)
     os.killpg(process.pid, signal.SIGINT)
@@ -157,11 +164,12 @@ def interrupted(words: str, after: float) -> tuple[int, str]:
 
 @pytest.mark.parametrize("after", [0, 0.8, 2.3])
 def test_ctrl_c_while_modules_are_imported(after: float, tmp_path: Path) -> None:
-    assert interrupted(f"{LONG} {tmp_path}/run --quiet", after) == (130, "interrupted\n")
+    assert interrupted(f"{LONG} {tmp_path}/run --quiet", after, imports_torch) == (130, "interrupted\n")
 
 
 def test_ctrl_c_while_the_policy_is_warm_started(tmp_path: Path) -> None:
-    assert interrupted(f"{LONG} {tmp_path}/run --quiet", after=10) == (130, "interrupted\n")
+    """The two ranks take a second to join each other; an interrupt waits for that."""
+    assert interrupted(f"{LONG} {tmp_path}/run --quiet", 3, has_ranks) == (130, "interrupted\n")
 
 
 @pytest.fixture

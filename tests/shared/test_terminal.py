@@ -9,13 +9,12 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from commands import ran
+from commands import ROOT, ran
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mis_plugins.shared.terminal import printable
 
-ROOT = Path(__file__).parents[2]
 PARTS = {
     "\0": r"\x00", "\x1b[31m": r"\x1b[31m", "\x9b31m": r"\x9b31m", "\x7f": r"\x7f", "\r": r"\r", "\u202e": r"\u202e",
     "\u2066": r"\u2066", "\u200e": r"\u200e", "\u061c": r"\u061c", "\u200b": r"\u200b", "\ufeff": r"\ufeff",

@@ -5,6 +5,7 @@ Marek and Ryabinin 2026, arxiv.org/abs/2609.20807, equations 9, 12 and 14, and a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,16 @@ WEIGHTS: dict[str, Callable[[float, float, float], float]] = {
     "mask": lambda r, low, high: r if low <= r <= high else 0.0,
     "zero": lambda r, low, high: r if low <= r <= high else 0.0,
 }
+
+
+def weigh_of(bound: str | None, low: float, high: float) -> Weigh:
+    return lambda ratio: 1.0 if bound is None else WEIGHTS[bound](ratio, low, high)
+
+
+def weight(bound: str | None, low: float, high: float) -> dict[str, Any] | None:
+    """The config of a weight: the bound, with the limits that it takes."""
+    limits = {"none": {}, "truncate": {"upper": high}}.get(bound or "", {"lower": low, "upper": high})
+    return None if bound is None else {"bound": bound, **limits}
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,11 @@ def dense_surrogate(one: Position, logits: Tensor, weigh: Weigh) -> Tensor:
 
 def support(one: Position) -> Tensor:
     return torch.tensor([v in one.head for v in range(len(one.logits))])
+
+
+def largest_error(found: Tensor, wanted: Tensor) -> float:
+    """Of gradients, over the largest entry of the wanted one."""
+    return float((found.double() - wanted).abs().max() / wanted.abs().max())
 
 
 def gradient(one: Position, weigh: Weigh, term: Callable[..., Tensor] = surrogate) -> Tensor:

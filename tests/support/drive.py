@@ -13,6 +13,11 @@ from tolerances import metric_atol, normalized_rtol
 from torch import Tensor
 
 from mis_plugins import mis
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.reading import from_mapping
+from mis_plugins.correction.pipeline import Correction, correct
+from mis_plugins.packing.layout import whole
+from mis_plugins.packing.ragged import Ranks
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,13 @@ def run(batch: Batch, config: dict | None = None, **settings: object) -> Outcome
     lengths = batch.response_lengths
     split = {name: list(value.split(lengths)) for name, value in metrics.items()}
     return Outcome(loss, list(weights.split(lengths)), list(masks), split)
+
+
+def corrected(batch: Batch, config: dict | CorrectionConfig, routes: Tensor | None = None) -> Correction:
+    """The correction of a batch on one rank, without a host."""
+    parsed = from_mapping(config) if isinstance(config, dict) else config
+    ragged = whole(batch.response_lengths).place(batch.flat_mask, Ranks())
+    return correct(*batch.joined(), ragged, parsed, routes=routes)
 
 
 def assert_matches_oracle(

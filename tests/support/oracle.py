@@ -556,6 +556,11 @@ def sequence_kept(sample: Sample, config: dict) -> bool:
 # -------------------------------------------------------------------------------------------------------- margins
 
 
+def margin(batch: Sequence[Sample], config: dict) -> float:
+    """The margin of `correct`, without weights and metrics, which take most of its time."""
+    return decision_margin(judged(batch, config).batch, config)
+
+
 def decision_margin(batch: Sequence[Sample], config: dict) -> float:
     """How far the nearest decision lies from its bound, in the units of what is compared (the logarithm of a ratio):
     near 0, rounding could take it either way.
