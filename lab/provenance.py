@@ -49,7 +49,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def provenance(checkouts: dict[str, Path] | None = None) -> dict[str, str]:
     """Describe this run by `measured_with`, for the code that the lab measures."""
-    path = Path(sys.argv[0])
+    path = Path(sys.argv[0]).resolve()
     inside = path.with_suffix("").relative_to(REPOSITORY).parts if path.is_relative_to(REPOSITORY) else (path.stem,)
     name = ".".join(part for part in inside if part != "__main__")
     command = as_given(f"python -m {name}", sys.argv[1:])
