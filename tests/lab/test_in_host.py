@@ -406,7 +406,7 @@ def test_weights_by_age_are_those_that_the_step_hook_logs(loss: str) -> None:
     assert by_version.metrics(aged(), 1.04, loss) == pytest.approx(logged, abs=verdict.WEIGHT_ABSOLUTE)
 
 
-def versioned(loss: str = "segment_wise") -> dict[str, Any]:
+def versioned(loss: str) -> dict[str, Any]:
     """Build the record of a row that knows versions, with one step, whose figures are right."""
     config = {"weight": {"level": "token", "bound": "truncate", "upper": 1.04}}
     batches = aged()

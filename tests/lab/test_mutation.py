@@ -144,7 +144,7 @@ def test_cases_that_an_interrupted_run_left_kill_nothing(tmp_path: Path, monkeyp
     monkeypatch.setattr(mutation, "SCRATCH", tmp_path)
     name = f"{tmp_path}/test_case.py::test_a"
     [mutant, *_] = mutants("def f(x):\n    return x + 2\n", "file.py")
-    known = mutation.Guards({"file.py:2": [name]}, {name: 0.1})
-    assert list(mutation.fates([mutant], known, 1, matrix=True)) == [
+    guards = mutation.Guards({"file.py:2": [name]}, {name: 0.1})
+    assert list(mutation.fates([mutant], guards, 1, matrix=True)) == [
         (mutant, {"fate": "survived", "tests": 1, "killers": []})
     ]
