@@ -55,18 +55,25 @@ from mis_plugins.shared.numerals import count
 from mis_plugins.shared.terminal import print_table
 
 Group = tuple[str, str]
+Compared = Iterator[tuple[Group, Difference]]
 K3_UNCLAMPED = ("mis_k3_kl",)
 NORMALIZED = ("mis_batch_norm_factor", "mis_is_ratio_mean_final", "mis_is_ratio_min_final", "mis_is_ratio_max_final")
 REJECTED = ("mis_rs_mask_fraction",)
 
 
-def compare_product(host: Host, limit: int | None) -> dict[Group, Difference]:
+def worst(differences: Compared) -> dict[Group, Difference]:
+    """The worst deviations of each group."""
     groups: dict[Group, Difference] = defaultdict(Difference)
+    for group, deviation in differences:
+        groups[group].worse_of(deviation)
+    return groups
+
+
+def compare_product(host: Host, limit: int | None) -> Compared:
     for case in tracked(config_product()[:limit], f"{host.name}: config product"):
         for batch, per_token_loss in itertools.product(batches(), (False, True)):
             group, found = _compare(host, case, batch, asker(host, per_token_loss))
-            groups[group].worse_of(found.asked_about(f"{case}, {batch.name}, per-token loss {per_token_loss}"))
-    return groups
+            yield group, found.asked_about(f"{case}, {batch.name}, per-token loss {per_token_loss}")
 
 
 def _compare(host: Host, case: Case, batch: Batch, ask: Ask) -> tuple[Group, Difference]:
@@ -89,14 +96,12 @@ def _valid(batch: Batch) -> Tensor:
     return torch.cat(batch.loss_masks).bool()
 
 
-def compare_special(host: Host, limit: int | None) -> dict[Group, Difference]:
+def compare_special(host: Host, limit: int | None) -> Compared:
     """Compare where mis.py fails: non-finite inputs, and switches that it does not understand."""
-    groups: dict[Group, Difference] = defaultdict(Difference)
     cases = [c for c in config_product() if not c.normalize and not c.inherit_bounds][:limit]
     for case in tracked(cases, f"{host.name}: non-finite inputs, metrics only"):
         for name, found in _special(host, case):
-            groups["not sane in mis.py", name].worse_of(found.asked_about(str(case)))
-    return groups
+            yield ("not sane in mis.py", name), found.asked_about(str(case))
 
 
 def _special(host: Host, case: Case) -> Iterator[tuple[str, Difference]]:
@@ -158,8 +163,7 @@ def _metrics_only(host: Host, case: Case | None, batch: Batch) -> Difference:
     return found
 
 
-def compare_context_parallel(host: Host, limit: int | None) -> dict[Group, Difference]:
-    groups: dict[Group, Difference] = defaultdict(Difference)
+def compare_context_parallel(host: Host, limit: int | None) -> Compared:
     cases = [case for case in config_product() if not case.inherit_bounds][:limit]
     for qkv_format, batch in itertools.product(host.formats, (batches()[1], batches()[2])):
         alone = _over_ranks(host, 1, cases, batch, qkv_format)
@@ -167,8 +171,7 @@ def compare_context_parallel(host: Host, limit: int | None) -> dict[Group, Diffe
             split = _over_ranks(host, size, cases, batch, qkv_format)
             for case, ours, right in zip(cases, split, alone, strict=True):
                 found = difference(ours, right, torch.empty(0, dtype=torch.bool))
-                groups["ours at CP 1", f"CP {size}, {qkv_format}"].worse_of(found.asked_about(f"{case}, {batch.name}"))
-    return groups
+                yield ("ours at CP 1", f"CP {size}, {qkv_format}"), found.asked_about(f"{case}, {batch.name}")
 
 
 def _over_ranks(host: Host, size: int, cases: list[Case], batch: Batch, qkv_format: str) -> list[Outcome]:
@@ -201,9 +204,8 @@ def _summed(answers: tuple[Outcome, ...]) -> Outcome:
     return Outcome("", sum(a.loss for a in answers), gradient, first.masks, reported=reported)
 
 
-def compare_losses(host: Host, limit: int | None) -> dict[Group, Difference]:
+def compare_losses(host: Host, limit: int | None) -> Compared:
     """Compare our loss with the host's own at equal context parallelism, added over its ranks."""
-    groups: dict[Group, Difference] = defaultdict(Difference)
     questions = [
         (case, batch, qkv_format)
         for case in loss_cases(host)[:limit]
@@ -219,8 +221,7 @@ def compare_losses(host: Host, limit: int | None) -> dict[Group, Difference]:
         )
         for (case, batch, qkv_format), mine, right in zip(questions, ours, theirs, strict=True):
             found = compared(case, mine, right).asked_about(f"{batch.name}, {qkv_format}")
-            groups[f"the host's own, CP {size}", case.name].worse_of(found)
-    return groups
+            yield (f"the host's own, CP {size}", case.name), found
 
 
 HEADINGS = tuple("compared with,group,runs,loss,gradient,metrics,mask tokens,mis.py gave,verdict".split(","))
@@ -271,15 +272,14 @@ def parse_arguments() -> Namespace:
     return parser.parse_args()
 
 
-def compare_all(host: Host, limit: int | None) -> dict[Group, Difference]:
+def compare_all(host: Host, limit: int | None) -> Compared:
     def alone(rank: int) -> dict[Group, Difference]:
         start_groups(host.name, 1)
         _check_that_the_host_runs(host)
-        return {**compare_product(host, limit), **compare_special(host, limit)}
+        return worst(itertools.chain(compare_product(host, limit), compare_special(host, limit)))
 
-    groups = run_ranks(1, alone)[0]
-    together = {group: groups[group] for group in sorted(groups, key=lambda group: group[0])}
-    return {**together, **compare_context_parallel(host, limit)}
+    yield from sorted(run_ranks(1, alone)[0].items(), key=lambda item: item[0][0])
+    yield from compare_context_parallel(host, limit)
 
 
 def _check_that_the_host_runs(host: Host) -> None:
@@ -295,7 +295,7 @@ def main() -> int:
         host = load_host(arguments.host, arguments.checkout)
         importlib.import_module(OURS.rpartition(".")[0])
         compare = compare_losses if arguments.hook == "loss" else compare_all
-        groups = compare(host, arguments.limit)
+        groups = worst(compare(host, arguments.limit))
     except Exception as error:
         print(f"could not compare: {error}")
         return 2

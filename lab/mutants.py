@@ -8,47 +8,35 @@ from __future__ import annotations
 import ast
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
+
+def _either_way(pairs: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Each of a pair, with the other one in its place."""
+    return {**pairs, **{after: before for before, after in pairs.items()}}
+
+
+SWAPPED: dict[type[ast.AST], type[ast.AST]] = _either_way({
     ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
     ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.Pow: ast.Mult,
     ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
     ast.And: ast.Or,
-    ast.Or: ast.And,
     ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
     ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
     ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
     ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
     ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-}
-RENAMED = {
+}) | {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}  # fmt: skip
+RENAMED = _either_way({
     "min": "max",
-    "max": "min",
     "amin": "amax",
-    "amax": "amin",
     "minimum": "maximum",
-    "maximum": "minimum",
     "any": "all",
-    "all": "any",
     "exp": "expm1",
-    "expm1": "exp",
     "floor": "ceil",
-    "ceil": "floor",
-}
+})  # fmt: skip
 LEFT_OUT = ("clamp", "detach", "float", "abs", "neg", "clone")
 """Methods whose call becomes its receiver."""
 
@@ -141,9 +129,7 @@ def _is_text(node: ast.AST) -> bool:
 def _instead(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes that may replace a node in a mutant."""
     match node:
-        case ast.BinOp() | ast.BoolOp() if type(node.op) in SWAPPED:
-            yield _with(node, op=SWAPPED[type(node.op)]())
-        case ast.AugAssign() if type(node.op) in SWAPPED:
+        case ast.BinOp() | ast.BoolOp() | ast.AugAssign() if type(node.op) in SWAPPED:
             yield _with(node, op=SWAPPED[type(node.op)]())
         case ast.Compare() if type(node.ops[0]) in SWAPPED:
             yield _with(node, ops=[SWAPPED[type(node.ops[0])](), *node.ops[1:]])

@@ -148,6 +148,7 @@ class Failures:
     """A pytest plugin: keeps the names of the cases that fail, or whose fixtures do, in a file."""
 
     def __init__(self, path: Path) -> None:
+        path.unlink(missing_ok=True)  # an interrupted run leaves its own
         self._path = path
         self._names: list[str] = []
 

@@ -49,7 +49,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def provenance(checkouts: dict[str, Path] | None = None) -> dict[str, str]:
     """Describe this run by `measured_with`, for the code that the lab measures."""
-    path = Path(sys.argv[0])
+    path = Path(sys.argv[0]).resolve()
     inside = path.with_suffix("").relative_to(REPOSITORY).parts if path.is_relative_to(REPOSITORY) else (path.stem,)
     name = ".".join(part for part in inside if part != "__main__")
     command = as_given(f"python -m {name}", sys.argv[1:])
@@ -71,7 +71,8 @@ def measured_with(command: str, measured: Sequence[str], checkouts: Mapping[str,
         measured: git's paths of the code that the figures follow from; uncommitted changes there are told.
         checkouts: any folder of each other repository, by the repository's name.
     """
-    found = {"command": command, "python": platform.python_version(), "cpu": f"{cpu_name()}, {_cores()} cores"}
+    cores = sum(line.startswith("processor") for line in cpu_lines())
+    found = {"command": command, "python": platform.python_version(), "cpu": f"{cpu_name()}, {cores} cores"}
     found |= {name: _version(name) for name in ("torch", "megatron-core")}
     found["mis-plugins commit"] = commit(REPOSITORY, measured)
     return found | {f"{name} commit": commit(_top(path), (".",)) for name, path in (checkouts or {}).items()}
@@ -104,10 +105,6 @@ def committed_tree(folder: str) -> str | None:
 def _top(folder: Path) -> Path:
     """Top folder of the repository that holds a folder; the folder itself where no repository does."""
     return Path(git(folder, "rev-parse", "--show-toplevel") or folder)
-
-
-def _cores() -> int:
-    return sum(line.startswith("processor") for line in cpu_lines())
 
 
 def tracked(items: Sequence[T], what: str, silent: bool = False) -> Iterable[T]:

@@ -115,7 +115,13 @@ def asked_of(row: Row, words: Sequence[str]) -> Row:
 
 
 def _rows(arguments: argparse.Namespace, rows: Sequence[Row], packed: Records) -> int:
-    """Run the rows that are asked for, or that have no record, and write a record of each whose lines hold."""
+    """Run the rows that are asked for, or that have no record, and write a record of each whose lines hold.
+
+    Raises:
+        CannotRun: a row that is asked for is none of `rows`.
+    """
+    if unknown := sorted(set(arguments.words) - {row.name for row in rows}):
+        raise CannotRun(f"no row {', '.join(unknown)}; choose from {', '.join(row.name for row in rows)}")
     arguments.record.mkdir(parents=True, exist_ok=True)
     recorded = {*packed, *records(arguments.record)}
     wanted = [row for row in rows if row.name in arguments.words] or [

@@ -175,6 +175,7 @@ HOLD = {
     "mis_plugins/shared": "budgets for strangers' files, the terminal, spelling",
     "true_on_policy/diff": "two recordings, tensor by tensor, to the first operation that differs",
     "lab/host": "the embedded host, synchronous and asynchronous: README's main job, the demonstration, all ladders",
+    "lab/*.py": "commands of one file each: costs beside peers, parity, mutants, the mismatch, walks, sizes, pictures",
     "lab/break_it": "the campaign against hostile input, sixteen rooms with an oracle each, the peers beside",
     "lab/in_host": "Miles's and slime's own loops on a CPU: 81 rows, what each must show, and faults in them",
     "lab/gpu": "the session on an H100 and its receipt",
@@ -201,11 +202,15 @@ HOLD = {
 
 
 def by_room() -> str:
-    """The lines of each room of an install, of the lab and of the tests, the largest first, and why it has them."""
+    """The lines of each room of an install, of the lab and of the tests, the largest first, and why it has them.
+
+    The files beside the rooms of a package count as `PACKAGE/*.py`.
+    """
     parts = []
     for packages in (PACKAGES, ("lab",), ("tests",)):
         folders = {f"{package}/{folder.name}" for package in packages for folder in (ROOT / package).iterdir()}
         counted = {name: lines(python_files(name)) for name in folders}
+        counted |= {f"{package}/*.py": lines((ROOT / package).glob("*.py")) for package in packages}
         ordered = sorted((item for item in counted.items() if item[1]), key=lambda item: -item[1])
         parts.append("\n".join(f"{count:6,}  {name:<28}{HOLD.get(name, '')}".rstrip() for name, count in ordered))
     return "\n\n".join(parts)

@@ -195,7 +195,7 @@ def gradient_difference(name: str, peer: Peer, x: Padded) -> tuple[float, int]:
     theirs = peer(x)[0][x.mask]
     if not torch.equal(theirs != 0, mine != 0):
         raise Different(f"{name}: other tokens have a gradient")
-    return ((theirs - mine).abs() / theirs.abs().clamp(min=1)).max().item(), int((mine != 0).sum())
+    return apart(theirs, mine), int((mine != 0).sum())
 
 
 def difference(name: str, peer: Peer, x: Padded) -> tuple[float, int]:
@@ -212,7 +212,12 @@ def difference(name: str, peer: Peer, x: Padded) -> tuple[float, int]:
     mine = torch.where(ours.keep, ours.weights, 0).view_as(x.mask)[x.mask]
     if not torch.equal(theirs > 0, mine > 0):
         raise Different(f"{name}: other tokens are kept")
-    return ((theirs - mine).abs() / theirs.clamp(min=1)).max().item(), int((mine > 0).sum())
+    return apart(theirs, mine), int((mine > 0).sum())
+
+
+def apart(theirs: Tensor, mine: Tensor) -> float:
+    """Return the largest difference, relative above 1; infinite where a number is NaN, which no bound refuses."""
+    return ((theirs - mine).abs() / theirs.abs().clamp(min=1)).nan_to_num(torch.inf).max().item()
 
 
 def main() -> int:

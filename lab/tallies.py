@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ ALWAYS_WAITS = (
     "equal",
     "is_nonzero",
     "bincount",
+    "allclose",
 )
 
 
@@ -96,11 +98,10 @@ def peak_bytes(function: Callable[[], Any]) -> int:
     with _silenced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recording:
         kept = function()
     del kept
-    live = peak = 0
-    for change in _allocations(recording):
-        live += change
-        peak = max(peak, live)
-    return peak
+    recorded: Any = recording.profiler
+    events = (event for event in recorded.kineto_results.events() if event.name() == "[memory]")
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events)
+    return max(accumulate((nbytes for _, nbytes in changes), initial=0))
 
 
 @contextmanager
@@ -115,9 +116,3 @@ def _silenced() -> Iterator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-
-
-def _allocations(recording: Any) -> Iterator[int]:
-    events = recording.profiler.kineto_results.events()
-    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return (nbytes for _, nbytes in memory)

@@ -39,9 +39,9 @@ NO_DEVICE = "no CUDA device here: run `pytest -m gpu` where there is one"
 LONG_FILES = [
     f"test_{name}.py"
     for name in (
-        "sglang verify training vllm readme parallel local_async async_controller local_true_on_policy toys "
+        "sglang verify training vllm break_it readme parallel local_async async_controller local_true_on_policy toys "
         "runner partials gpu_engine real_model gpu_session benchmarks shell trainer_layouts cpu_kernels local_loop "
-        "sglang_target"
+        "sglang_target in_host"
     ).split()
 ]
 

@@ -77,8 +77,7 @@ def launchers() -> Target:
 def _launches(name: str, read: Callable[..., Any], cases: st.SearchStrategy[str]) -> Target:
     from mis_plugins.explain.launch.reader import Reading
 
-    begun = _as_bytes(cases)
-    return Target(lambda content: read(_text(content), Path(name), Reading(len(content), name)), begun)
+    return Target(lambda content: read(_text(content), Path(name), Reading(len(content), name)), cases.map(str.encode))
 
 
 def config() -> Target:
@@ -115,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     import atheris  # noqa: F401  a machine that lacks it is told so here, and not by the process that is fed
 
-    asked = [f"-max_total_time={round(60 * arguments.minutes)}", f"-seed={arguments.seed}"]
+    seconds = max(1, round(60 * arguments.minutes))  # libFuzzer takes 0 for no end
+    asked = [f"-max_total_time={seconds}", f"-seed={arguments.seed}"]
     kept = [str(path.resolve()) for path in ([arguments.again] if arguments.again else arguments.corpus)]
     limits = [f"-timeout={LIMIT}", f"-rss_limit_mb={MEMORY}", f"-max_len={LARGEST}"]
     limits.append(f"-artifact_prefix={Path(tempfile.gettempdir(), arguments.target)}-")
@@ -161,10 +161,6 @@ def _begin(made: Target, folder: Path) -> None:
         folder.joinpath(hashlib.sha256(content).hexdigest()).write_bytes(content)
 
     keep()
-
-
-def _as_bytes(texts: st.SearchStrategy[str]) -> st.SearchStrategy[bytes]:
-    return texts.map(str.encode)
 
 
 def _text(content: bytes) -> str:

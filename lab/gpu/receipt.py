@@ -36,8 +36,8 @@ COMMIT = re.compile(r"[0-9a-f]{12,40}")
 DIFFERENCE = "first difference"
 COUNTS = ("of", "comparisons")  # columns that say how many values a demand compares; `equal` stands beside them
 LONGEST = 300  # characters of a text as a page shows it
-# The sections in the order in which a difference is looked for: single operations before whole models. Receipts of
-# earlier sessions have `compiled`.
+# The sections in the order in which a difference is looked for: single operations before whole models, and before
+# sections of a name that only a stranger's receipt has. Receipts of earlier sessions have `compiled`.
 OPERATIONS_FIRST = ("attention", "kernels", "probes", "correction", "hostile", "compiled", "model", "engine")
 
 
@@ -129,13 +129,9 @@ class Receipt:
 
     def first_difference(self) -> str:
         """The first operation that differs though it must not, in words; empty where all demands hold."""
-        broken = (
-            (section, result)
-            for name in OPERATIONS_FIRST
-            for section in self.sections
-            for result in section.results
-            if section.name == name and result.holds is False
-        )
+        place = {name: number for number, name in enumerate(OPERATIONS_FIRST)}
+        ordered = sorted(self.sections, key=lambda section: place.get(section.name, len(place)))
+        broken = ((section, result) for section in ordered for result in section.results if result.holds is False)
         return next((f"{section.name}: {_first(result)}" for section, result in broken), "")
 
 

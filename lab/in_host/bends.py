@@ -7,9 +7,9 @@ checkouts before a run, and a line that is no longer there stops the run: the be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import yaml
@@ -47,7 +47,7 @@ class Bend:
     module: str
     change: Callable[[ModuleType], None] = _unchanged
     serves: tuple[str, ...] = ()
-    stand_ins: tuple[str, ...] = field(default=())
+    stand_ins: tuple[str, ...] = ()
 
 
 def changed(trees: Mapping[str, Path], bends: Iterable[Bend] | None = None) -> list[str]:
@@ -101,14 +101,9 @@ def _fields_of_structs(module: ModuleType) -> None:
 
     def of_either(kind: Any) -> Any:
         names = getattr(kind, "__struct_fields__", None)
-        return fields(kind) if names is None else [_Name(name) for name in names]
+        return fields(kind) if names is None else [SimpleNamespace(name=name) for name in names]
 
     dataclasses.fields = of_either
-
-
-@dataclass(frozen=True)
-class _Name:
-    name: str
 
 
 def _fake_gpu(module: ModuleType) -> None:

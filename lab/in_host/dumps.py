@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ class Recorded:
 
 MicroBatch = list[Recorded]
 FIELDS = {"proximal": "log_probs", "behavior": "rollout_log_probs", "advantages": "advantages"}
-VERSIONS = {"age": "output_versions", "following": "recomputed_log_probs"}
 
 
 def micro_batches(details: Path, rollout: int) -> list[MicroBatch]:
@@ -57,15 +56,27 @@ def _of_slime(dump: Mapping[str, Any]) -> Iterator[MicroBatch]:
         order = {index: place for place, index in enumerate(shard["sample_indices"])}
         mine.sort(key=lambda row: order[row["sample_index"]])
         for indices in shard["micro_batch_indices"]:
-            yield [_recorded(mine[i], shard.get("proximal_version")) for i in indices]
+            yield [_of_the_sample(mine[i], shard.get("proximal_version")) for i in indices]
 
 
-def _recorded(row: Mapping[str, Any], version: int | None) -> Recorded:
-    own = {name: row[key].double().tolist() for name, key in FIELDS.items()}
-    mask = [bool(valid) for valid in row["loss_masks"].tolist()]
+def _of_the_sample(row: Mapping[str, Any], version: int | None) -> Recorded:
+    return _recorded(lambda key: row[key].double().tolist(), row["loss_masks"], version)
+
+
+def _recorded(read: Callable[[str], Row], mask: Any, version: int | None) -> Recorded:
+    """Make the record of a response.
+
+    Args:
+        read: returns the numbers of the response under a key of the dump.
+        version: the trainer's version; None where the dump tells no versions.
+    """
+    own = {name: read(key) for name, key in FIELDS.items()}
+    live = [bool(valid) for valid in mask.tolist()]
     if version is None:
-        return Recorded(**own, mask=mask)
-    return _aged(own, mask, version, *(row[key].tolist() for key in VERSIONS.values()))
+        return Recorded(**own, mask=live)
+    age = [version - int(wrote) for wrote in read("output_versions")]
+    following = [None if math.isnan(x) else x for x in read("recomputed_log_probs")]
+    return Recorded(**own, mask=live, age=age, following=following)
 
 
 def _of_miles(ranks: Sequence[Mapping[str, Any]]) -> Iterator[MicroBatch]:
@@ -87,27 +98,17 @@ def _joined(parts: Mapping[int, Mapping[str, Any]], i: int) -> Recorded:
 
     first = parts[0]
     total, response = first["total_lengths"][i], first["response_lengths"][i]
-    fields: dict[str, Row] = {}
-    keys = FIELDS | VERSIONS if "output_versions" in first else FIELDS
-    for name, key in keys.items():
-        row = [float("nan")] * response
+
+    def read(key: str) -> Row:
+        row = [math.nan] * response
         for rank, data in parts.items():
             held = zigzag(total, response, len(parts), rank)
             for t, value in zip(held, data[key][i].double().tolist(), strict=True):
                 row[t] = value
-        fields[name] = row
-    versions, stored = fields.pop("age", None), fields.pop("following", None)
-    own = {name: fields[name] for name in FIELDS}
-    mask = [bool(valid) for valid in first["loss_masks"][i].tolist()]
-    if versions is None or stored is None:
-        return Recorded(own["proximal"], own["behavior"], own["advantages"], mask)
-    return _aged(own, mask, first["proximal_version"], versions, stored)
+        return row
 
-
-def _aged(own: Mapping[str, Row], mask: list[bool], current: int, versions: Row, stored: Row) -> Recorded:
-    age: Sequence[int] = [current - int(version) for version in versions]
-    following: Sequence[float | None] = [None if math.isnan(x) else x for x in stored]
-    return Recorded(own["proximal"], own["behavior"], own["advantages"], mask, age, following)
+    version = first["proximal_version"] if "output_versions" in first else None
+    return _recorded(read, first["loss_masks"][i], version)
 
 
 STEP = re.compile(r"\bstep (\d+): (\{'train/.*\})")

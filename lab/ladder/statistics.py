@@ -56,9 +56,7 @@ def summary(pair: Pair) -> dict[str, Any]:
         "tokens": len(log_ratio),
         "responses": len(pair.lengths),
         "prompts": int(pair.prompts.unique().numel()),
-        "k1": _mean(k1(log_ratio), token_prompts),
-        "k3": _mean(k3(log_ratio), token_prompts),
-        "p99": _with_interval(lambda x: x.abs().quantile(0.99), log_ratio, token_prompts),
+        **_sizes(log_ratio, token_prompts),
         "max": log_ratio.abs().max().item(),
         "log product": _mean(product, pair.prompts),
         "log product sd": _with_interval(lambda x: x.std(), product, pair.prompts),
@@ -74,13 +72,17 @@ def by_turn(pair: Pair, turns: int) -> dict[str, Any]:
     found = {}
     for number in range(turns):
         log_ratio, owners = pair.log_ratio[turn == number], prompts[turn == number]
-        found[str(number + 1)] = {
-            "tokens": len(log_ratio),
-            "k1": _mean(k1(log_ratio), owners),
-            "k3": _mean(k3(log_ratio), owners),
-            "p99": _with_interval(lambda x: x.abs().quantile(0.99), log_ratio, owners),
-        }
+        found[str(number + 1)] = {"tokens": len(log_ratio), **_sizes(log_ratio, owners)}
     return found
+
+
+def _sizes(log_ratio: Tensor, prompts: Tensor) -> dict[str, list[float]]:
+    """The mean k1 and k3 of tokens, and their percentile 99, each with its interval."""
+    return {
+        "k1": _mean(k1(log_ratio), prompts),
+        "k3": _mean(k3(log_ratio), prompts),
+        "p99": _with_interval(lambda x: x.abs().quantile(0.99), log_ratio, prompts),
+    }
 
 
 def _per_response(pair: Pair, values: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from commands import ran
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from lab import peer_cost, tallies
+from lab.peer_cost import OURS
+from lab.source_parity import Padded, difference
 from mis_plugins import mis
-from mis_plugins.config import loading, reading
-from mis_plugins.errors import ConfigError
+from mis_plugins.config.loading import load, presets
 from mis_plugins.hosts.step_report import Recorder
 
 MOST_OPERATORS = 300
@@ -51,10 +52,15 @@ def test_operators_do_not_grow_with_sequences(smoke: list[dict[str, Any]], cp: i
     assert (few["operators"], few["collectives"]) == (many["operators"], many["collectives"])
 
 
+def called(hook: peer_cost.Hook, metrics: str = "full") -> peer_cost.Call:
+    """A call of a hook on four sequences."""
+    kwargs = peer_cost.hook_kwargs([5, 1, 70, 31], cp=1, rank=0)
+    return peer_cost.called(hook, peer_cost.hook_args(metrics), kwargs)
+
+
 @pytest.mark.parametrize("metrics", ["core", "none"])
 def test_fewer_metrics_cost_less(metrics: str):
-    counts = [tallies.tally(_ours(chosen)).operators for chosen in (metrics, "full")]
-    assert counts[0] < counts[1]
+    assert tallies.tally(called(OURS, metrics)).operators < tallies.tally(called(OURS)).operators
 
 
 @pytest.mark.parametrize("metrics", ["full", "all"])
@@ -79,7 +85,7 @@ def test_what_the_host_averages_costs_more_than_the_hook(metrics: str, monkeypat
     monkeypatch.setattr(mis, "RECORDER", Recorder(step=(1, 0)))
     args = Namespace(use_tis=True, mis={"weight": {"upper": 2.0}, "metrics": metrics}, qkv_format="thd")
     kwargs = peer_cost.hook_kwargs([8] * 256, cp=1, rank=0)
-    call = peer_cost.averaged(mis.compute_mis_weights_with_cp, args, kwargs)
+    call = peer_cost.averaged(OURS, args, kwargs)
     call()
     counted = tallies.tally(call)
     assert not counted.waits
@@ -88,38 +94,30 @@ def test_what_the_host_averages_costs_more_than_the_hook(metrics: str, monkeypat
 
 def _presets_of_the_hook() -> dict[str, Namespace]:
     """Every preset that the TIS hook serves and that corrects; no router runs here that `statistic: route` reads."""
-    parsed = {name: yaml.safe_load(path.read_text()) for name, path in loading.presets().items()}
-    hooked = {
-        name: Namespace(**{"use_tis": True, "qkv_format": "thd", "get_mismatch_metrics": False, **keys})
-        for name, keys in parsed.items()
+    flags = {"use_tis": True, "qkv_format": "thd", "get_mismatch_metrics": False}
+    return {
+        name: Namespace(**flags | yaml.safe_load(path.read_text()))
+        for name, path in presets().items()
+        if (config := load(path)).corrects and not (config.needs_loss_hook or config.reads_routes)
     }
-    return {name: args for name, args in hooked.items() if _is_served(args)}
-
-
-def _is_served(args: Namespace) -> bool:
-    try:
-        config = reading.from_args(args)
-        return not (config.needs_loss_hook or config.reads_routes)
-    except ConfigError:  # metrics only: there is nothing for --use-tis to do
-        return False
 
 
 def _operators(args: Namespace, metrics: str, rank: int) -> int:
     nested = {**getattr(args, "mis", {}), "metrics": metrics}
     kwargs = peer_cost.hook_kwargs([5, 1, 70, 31], cp=2, rank=rank)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mis, "RECORDER", Recorder(step=(1, 0)))
-        call = peer_cost.called(mis.compute_mis_weights_with_cp, Namespace(**{**vars(args), "mis": nested}), kwargs)
-        call()
-        return tallies.tally(call).operators
+    mis.RECORDER = Recorder(step=(1, 0))  # of this rank, a process of its own
+    call = peer_cost.called(OURS, Namespace(**vars(args) | {"mis": nested}), kwargs)
+    call()
+    return tallies.tally(call).operators
 
 
-def test_no_operator_of_ours_depends_on_data():
+def test_no_operator_of_ours_depends_on_data(monkeypatch: pytest.MonkeyPatch):
     """Fake tensors have no values: whatever would wait for the device raises."""
+    monkeypatch.setattr(mis, "RECORDER", Recorder(step=(1, 0)))  # without a step, it reads a copy that has arrived
     with FakeTensorMode():
-        _ours("full")()
+        called(OURS)()
         with pytest.raises(DataDependentOutputException):
-            _loop()()
+            called(peer_cost.sequence_by_sequence)()
 
 
 def test_tally_sees_waits_and_copies():
@@ -128,9 +126,10 @@ def test_tally_sees_waits_and_copies():
         float(x[x > 1].sum())
         torch.tensor(3.0)
         x.repeat_interleave(torch.tensor([1, 2, 3, 4]))
+        torch.allclose(x, x)
 
     counted = tallies.tally(waiting)
-    assert counted.waits == {"index": 1, "_local_scalar_dense": 1, "repeat_interleave": 1}
+    assert counted.waits == {"index": 1, "_local_scalar_dense": 1, "repeat_interleave": 1, "allclose": 1}
     assert counted.copies == 2
 
 
@@ -150,19 +149,10 @@ def test_parity_without_a_host_is_no_verdict(tmp_path: Path):
     assert "could not compare" in done.stdout and "no package slime/" in done.stdout
 
 
-def _ours(metrics: str) -> Any:
-    from mis_plugins.mis import compute_mis_weights_with_cp
-
-    return peer_cost.called(compute_mis_weights_with_cp, peer_cost.hook_args(metrics), _batch())
-
-
-def _loop() -> Any:
-    hook = peer_cost.sequence_by_sequence
-    return peer_cost.called(hook, peer_cost.hook_args("full"), _batch())
-
-
-def _batch() -> dict[str, Any]:
-    return peer_cost.hook_kwargs([5, 1, 70, 31], cp=1, rank=0)
+def test_a_weight_of_a_peer_that_is_nan_is_not_our_zero():
+    far = Padded(torch.zeros(1, 2), torch.full((1, 2), -9.0), torch.ones(1, 2, dtype=torch.bool))
+    peer = lambda x: (torch.full_like(x.proximal, torch.nan), x.mask)  # noqa: E731
+    assert difference("nemo-rl-seq-mask-tis", peer, far) == (torch.inf, 0)
 
 
 @pytest.mark.parametrize("name", ["peer_cost", "host_parity"])

@@ -316,8 +316,9 @@ def test_atheris_feeds_a_reader(target: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("ended", "status"), [(0, 0), (70, 1), (71, 1), (77, 1), (1, 2), (-9, 2)])
 def test_the_status_tells_a_fault_from_a_run_that_failed(ended: int, status: int) -> None:
     """libFuzzer ends with 77 behind an exception, and with 70 behind an input that takes too long."""
-    with patch.object(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], ended)):
+    with patch.object(subprocess, "run", return_value=subprocess.CompletedProcess([], ended)) as run:
         assert guided.main(["config", "--minutes", "0"]) == status
+    assert "-max_total_time=1" in run.call_args.args[0], "0 would have no end"
 
 
 def weighed(x: peers.Given, target: Tensor, most: float = 2.0) -> tuple[Tensor, float]:

@@ -2,7 +2,6 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,6 @@ class FSDPTrainRayActor:
 """
 
 
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    finders = list(sys.meta_path)
-    yield
-    sys.meta_path[:] = finders
-
-
 REGISTRY = """
 from collections import namedtuple
 
@@ -67,6 +59,7 @@ def test_the_model_that_miles_builds_on_a_cpu_is_that_of_the_proof(
     contract = Contract(dtype=dtype, norm_order=order)
     write({FILE: ACTOR, f"{fsdp_trainer.REGISTRY.replace('.', '/')}.py": REGISTRY})
     monkeypatch.setattr(cpu_trainer, "start", lambda args: contract)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])  # where the watch takes its place
     fsdp_trainer.watch()
     actor = import_module(fsdp_worker.MODULE).FSDPTrainRayActor()
     actor.precision_policy = Namespace(param_dtype=torch.bfloat16, sync_dtype_resolver=None)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from commands import ran
+from commands import ROOT, ran
 from triton_interpreter import UNAVAILABLE
 
 from lab import gpu_session
@@ -29,7 +29,6 @@ from lab.gpu.receipt import Result, Section, exit_code
 from lab.provenance import provenance
 from true_on_policy.errors import NotSeenError, ProbeError
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "scripts" / "gpu" / "run.sh"
 EQUAL = Result("equal", ("what", "how many"), (("a | b", 3),), True)
 HERE: Any = SimpleNamespace(device=torch.device("cpu"))
@@ -327,10 +326,6 @@ def run_script(folder: Path, wheels: Path, programs: dict[str, str], environment
     return subprocess.run(command, env={**environment, "PATH": f"{folder}:{os.environ['PATH']}"}).returncode
 
 
-def without(name: str) -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key != name}
-
-
 @pytest.mark.parametrize(
     ("answers", "code"),
     [
@@ -357,7 +352,9 @@ def test_sections_share_what_deep_gemm_compiles_also_without_a_home(tmp_path: Pa
     assert len(set(folders)) == 1 and Path(folders[0]).is_absolute()
 
 
-def test_the_script_unpacks_what_was_carried_and_asks_nvcc_where_it_lies(tmp_path: Path):
+def test_the_script_unpacks_what_was_carried_and_asks_nvcc_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "carried.py").touch()
     (tmp_path / "parts").mkdir()
@@ -376,7 +373,8 @@ esac
 """
     nvcc = "#!/bin/sh\necho '#$ _SPACE_= ' >&2\necho '#$ _HERE_=/opt/cuda-13/bin' >&2\n"
     programs = {"python3": asks, "nvcc": nvcc}
-    assert run_script(tmp_path, tmp_path / "parts", programs, without("CUDA_HOME")) == 0
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    assert run_script(tmp_path, tmp_path / "parts", programs, os.environ) == 0
     assert (tmp_path / "cuda").read_text() == "/opt/cuda-13\n"
 
 

@@ -180,8 +180,8 @@ def test_a_mask_bound_of_sequences_is_a_window_too(level: Level, tmp_path: Path,
 # The command
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *more: str) -> int:
-    command = ["mismatch.py", "--smoke", "--rungs", "bf16", "int5", "--runs", str(folder), *more]
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
+    command = ["mismatch.py", "--smoke", "--rungs", "bf16", "int5", "--runs", str(folder)]
     monkeypatch.setattr(sys, "argv", command)
     return mismatch.main()
 

@@ -136,3 +136,15 @@ def test_a_matrix_names_every_case_that_kills_and_goes_on_where_it_stopped(
     monkeypatch.setattr(mutation, "fates", lambda missing, *_: iter([(one, {"fate": "new"}) for one in missing]))
     again = mutation.measure(chosen, known, 1, record, matrix=True)
     assert again[first.name] == found[first.name] and {fate["fate"] for fate in again.values()} == {"killed", "new"}
+
+
+def test_cases_that_an_interrupted_run_left_kill_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_case.py").write_text("def test_a():\n    pass\n")
+    (tmp_path / "failures-0.json").write_text('["a case of another mutant"]')
+    monkeypatch.setattr(mutation, "SCRATCH", tmp_path)
+    name = f"{tmp_path}/test_case.py::test_a"
+    [mutant, *_] = mutants("def f(x):\n    return x + 2\n", "file.py")
+    guards = mutation.Guards({"file.py:2": [name]}, {name: 0.1})
+    assert list(mutation.fates([mutant], guards, 1, matrix=True)) == [
+        (mutant, {"fate": "survived", "tests": 1, "killers": []})
+    ]

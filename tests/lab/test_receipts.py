@@ -23,9 +23,9 @@ LINKS = Result("A Qwen3", ("link", "equal", "of", "first difference"), (("decode
 COST = Result("Cost", ("kernel", "pinned / stock"), (("linear", 1.25),))
 
 
-def receipt(*results: Result, **measured: Any) -> Receipt:
+def receipt(*results: Result, name: str = "kernels", **measured: Any) -> Receipt:
     on = Measured("run", "0123456789ab", "3.12", "a CPU", "cuda", "an H100", "570", "80 GB", "2.11", "13.0", {})
-    sections = (Section("model", "done", 1.0, (LINKS,) * (BROKEN in results)), Section("kernels", "done", 2.0, results))
+    sections = (Section("model", "done", 1.0, (LINKS,) * (BROKEN in results)), Section(name, "done", 2.0, results))
     return Receipt(1, replace(on, **measured), {"pins": "megatron"}, sections)
 
 
@@ -90,6 +90,8 @@ def test_a_file_that_is_no_receipt_is_refused(text: str, tmp_path: Path) -> None
     [
         (receipt(HOLDS, CONTROL, COST), 0, "1 of 1 demands hold. First operation that differs: none."),
         (receipt(HOLDS, BROKEN), 1, "differs: kernels: DeepGEMM: linear, 8 x 8: 1 ulp."),
+        (receipt(BROKEN, name="other"), 1, "differs: model: A Qwen3: decode, 1: 3 ulp."),
+        (receipt(replace(BROKEN, title="X"), name="other"), 1, "differs: other: X: linear, 8 x 8: 1 ulp."),
         (receipt(COST), 2, "nothing was demanded."),
         (receipt(HOLDS, device="cpu"), 2, "No proof. device: cpu"),
         (receipt(HOLDS, gpu="not seen: no nvidia-smi"), 2, "No proof. gpu: not seen"),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import ROOT
 
 from lab import provenance
 from lab.experiments import runner
@@ -81,6 +82,18 @@ def test_a_smoke_run_writes_nothing_where_a_full_one_looks(monkeypatch: pytest.M
     assert folders("") == (Path("runs/name"), Path("lab/results"))
     assert folders("--smoke") == (Path("runs/name-smoke"),) * 2
     assert folders("--smoke --runs a --results b") == (Path("a"), Path("b"))
+
+
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [("lab/walk.py", "lab.walk"), (ROOT / "lab/walk.py", "lab.walk"), ("lab/break_it/__main__.py", "lab.break_it")],
+)
+def test_a_record_names_its_command_by_the_module(
+    program: str | Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [str(program), "--smoke"])
+    assert provenance.provenance()["command"] == f"python -m {module} --smoke"
 
 
 def test_a_tree_that_no_commit_holds_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ def test_another_argument_prints_how_to_call_it(monkeypatch: pytest.MonkeyPatch,
 def test_a_large_room_says_which_promise_holds_its_lines():
     rooms = [line.split(maxsplit=2) for line in size.by_room().splitlines() if line]
     assert {room[1] for room in rooms} >= set(size.HOLD)
+    counted = sum(int(room[0].replace(",", "")) for room in rooms)
+    assert counted == size.lines(size.python_files(*size.PACKAGES, "lab", "tests")), "a line stands in no room"
     assert all(len(room) == 3 for room in rooms if int(room[0].replace(",", "")) > 1_500)
 
 
