@@ -155,7 +155,7 @@ def test_a_number_of_another_process_is_no_ones_here(monkeypatch: pytest.MonkeyP
     asyncio.run(mis.generate_with_versions(Namespace(), theirs, {}))
     found = {request.tokens for request in rollouts.waiting(1, -1).requests}
     assert found == {(7, 8, 0, 1), (9, 4, 1)}, "theirs begins here, with what it had"
-    assert theirs.output_versions == [1, 1]  # type: ignore[attr-defined]
+    assert theirs.output_versions == [1, 1]
 
 
 @pytest.mark.parametrize("scored", [True, False])
