@@ -81,7 +81,7 @@ def test_who_knows_a_key(key: str, known: tuple[str, ...]):
     assert bool(list(surprises({key: None}, None))) == (not known)
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@every_host
 def test_the_comparison_s_key_is_no_surprise(host: str):
     assert not list(surprises({"bitwise": {"on_difference": "raise"}}, registry.every_host()[host]))
 
