@@ -149,7 +149,7 @@ def test_a_number_of_another_process_is_no_ones_here(monkeypatch: pytest.MonkeyP
     ours = drawn(monkeypatch, [(1, 2)])
     theirs = Sample(5)
     theirs.tokens, theirs.response_length = [9, 4], 1
-    theirs.response_number, theirs.output_versions = ours.response_number, [1]  # type: ignore[attr-defined]
+    theirs.response_number, theirs.output_versions = ours.response_number, [1]
     assert numbering.known(ours) and not numbering.known(theirs)
     engine(monkeypatch, [(1, 1)])
     asyncio.run(mis.generate_with_versions(Namespace(), theirs, {}))

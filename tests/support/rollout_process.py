@@ -23,6 +23,7 @@ class Sample:
     """A sample as a host begins it, and slime's way to write tokens on it."""
 
     output_versions: list[int]
+    response_number: int
 
     def __init__(self, index: int = 0) -> None:
         self.index, self.prompt, self.multimodal_inputs = index, (7, 8), None
