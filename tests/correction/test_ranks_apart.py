@@ -5,11 +5,9 @@ No other rank waits longer than the time-out of its group, and none answers othe
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +20,11 @@ import torch
 from batches import host_args
 from faults import LONGEST_S, Fault, Said, Started, judge, started
 from launch import run_ranks, told
+from rollout_process import drawn
 from stand_in_hosts import LAYOUTS
 from test_parallel import Case, correct_on_rank, random_batch
 from test_recorder import ARGS, corrected_on
-from test_versions_carried import carried, drawn
+from test_versions_carried import carried
 from test_versions_carried import rollout as rollout_of
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -88,8 +87,7 @@ def rebased(rank: int) -> Any:
 
 def scored_twice(rank: int) -> Any:
     """The second log-prob pass of a rollout."""
-    unheard: Any = SimpleNamespace(at_level=lambda *_: nullcontext(), records=[])
-    return test_resplit.trained_by("slime", pytest.MonkeyPatch(), unheard)()[0].passes
+    return test_resplit.of_rollout(stand_in_hosts.load(LAYOUTS["slime"], pytest.MonkeyPatch()))[0]
 
 
 def centered(rank: int) -> Any:

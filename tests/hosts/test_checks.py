@@ -2,6 +2,7 @@
 
 import itertools
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
+from batches import ratio_batch
 
 from mis_plugins import mis as hook_module
 from mis_plugins.__main__ import main
@@ -187,17 +189,11 @@ def called(hook: str, host: str, mis: dict[str, Any], **arguments: Any) -> Any:
         "use_rollout_logprobs": False,
     }
     args = Namespace(mis=mis, **asked, **arguments)
-    one = torch.zeros(2)
-    batch: dict[str, Any] = {
-        "train_log_probs": [torch.zeros(2)],
-        "rollout_log_probs": [torch.zeros(2)],
-        "loss_masks": [torch.ones(2)],
-    }
     with patch.object(hook_module, "current", lambda *_: every_host()[host]):
         if hook == "policy_loss":
-            return hook_module.policy_loss(args, {}, one, lambda x: x)
+            return hook_module.policy_loss(args, {}, torch.zeros(2), lambda x: x)
         function = getattr(hook_module, every_host()[host].tis_hook.rpartition(".")[2])
-        return function(args, pg_loss=one, total_lengths=[3], response_lengths=[2], **batch)
+        return function(args, **ratio_batch([[1.0, 1.0]]).hook_kwargs())
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -318,6 +314,15 @@ FLAGS: dict[str, Any] = {
 OF_LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "mis_plugins.mis.policy_loss", "use_kl_loss": True}
 
 
+def refusal(call: Callable[[], object]) -> str:
+    """What the ConfigError of a call says; nothing where none is raised."""
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("flags", [*itertools.combinations(FLAGS, 1), *itertools.combinations(FLAGS, 2)])
 @pytest.mark.parametrize("mis", [WEIGHT, KEPT, BYPASS, REINFORCE, OPSM, {"objective": {"unbiased_kl": True}},
                                  {**WEIGHT, "objective": {"surrogate": "cispo"}}, {"segment_wise": {}}])  # fmt: skip
@@ -325,18 +330,9 @@ def test_config_check_refuses_what_the_loss_hook_would(mis: dict[str, Any], flag
     """With the words of the hook, of which a launch script has all arguments."""
     given = {**OF_LOSS, "mis": mis, **{flag: FLAGS[flag] for flag in flags}}
     unset = {"use_tis": False, "use_rollout_logprobs": False, "advantage_estimator": "grpo", "opsm_delta": 1e-4}
-    config, host = from_mapping(mis), every_host()["slime"]
-    calls = (
-        lambda: checks.refuse("command", given, config, host),
-        lambda: loss_hook.config_in_force(view(Namespace(**unset | given)), config, host),
-    )
-    told = []
-    for call in calls:
-        try:
-            told.append(str(call() and None))
-        except ConfigError as error:
-            told.append(str(error))
-    assert told[0] == told[1]
+    config, host, args = from_mapping(mis), every_host()["slime"], view(Namespace(**unset | given))
+    by_check = refusal(lambda: checks.refuse("command", given, config, host))
+    assert by_check == refusal(lambda: loss_hook.config_in_force(args, config, host))
 
 
 @pytest.mark.parametrize("given", [{"keep_old_actor": True}, {"release_train": True}, REPLAYED,
@@ -347,17 +343,10 @@ def test_config_check_refuses_what_carry_versions_would(given: dict[str, Any], m
     """With the words of the hook; some arguments matter only where log-probs are recomputed."""
     mis, slime = {"segment_wise": {"method": method}}, every_host()["slime"]
     args = {**CARRIED, **OF_LOSS, **given, "mis": mis}
-    errors = []
-    for call in (
-        lambda: checks.refuse("command", args, from_mapping(mis), slime),
-        lambda: carry_versions(Namespace(**args)),
-    ):
-        with patch.object(samples, "current", lambda *_: slime):
-            try:
-                errors.append(str(call()))
-            except ConfigError as error:
-                errors.append("None" if "not called by the init" in str(error) else str(error))
-    assert errors[0] == errors[1]
+    with patch.object(samples, "current", lambda *_: slime):
+        by_check = refusal(lambda: checks.refuse("command", args, from_mapping(mis), slime))
+        by_hook = refusal(lambda: carry_versions(Namespace(**args)))
+    assert by_check == ("" if "not called by the init" in by_hook else by_hook)
 
 
 @pytest.mark.parametrize("value", [None, "50", [1], {"a": 1}])

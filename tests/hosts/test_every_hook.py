@@ -32,6 +32,7 @@ UPPER = 2.0
 TIS = {"use_tis": True, "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_with_cp"}
 FSDP = {**TIS, "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_fsdp", "train_backend": "fsdp"}
 LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "mis_plugins.mis.policy_loss", "use_tis": True}
+COUNTED: dict[str, Any] = {"rollout_data_postprocess_path": "mis_plugins.mis.count_samples"}
 SETTINGS = {
     "eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_c": None, "use_tis": False, "get_mismatch_metrics": False,
     "qkv_format": "thd", "advantage_estimator": "grpo", "use_rollout_logprobs": False, "skip_actor_forward_only": False,
@@ -42,8 +43,6 @@ SETTINGS = {
     "custom_megatron_before_train_step_hook_path": None, "custom_reward_post_process_path": None,
     "custom_config_path": None, "train_backend": "megatron",
 }  # fmt: skip
-
-
 MILES = [name for name, layout in LAYOUTS.items() if layout.package == "miles"]
 
 
@@ -98,14 +97,6 @@ def losses(outcomes: list[Any]) -> list[float]:
     return [float(loss) for loss, _ in outcomes]
 
 
-@pytest.mark.parametrize("hook", [TIS, LOSS], ids=["the TIS hook", "the loss hook"])
-def test_the_loss_is_corrected(host: Bodies, hook: dict[str, Any]) -> None:
-    first, second, third = expected()
-    outcomes = trained(host, **hook)
-    assert losses(outcomes) == pytest.approx([first + second, third], rel=1e-5)
-    assert all(any(name.startswith("mis_") for name in told) for _, told in outcomes)
-
-
 def test_the_hook_of_fsdp_is_refused_on_megatron(host: Bodies) -> None:
     """On Megatron the hook of FSDP would take one rank for the whole job, and scale a loss that slime divides."""
     told = (
@@ -115,20 +106,22 @@ def test_the_hook_of_fsdp_is_refused_on_megatron(host: Bodies) -> None:
         trained(host, **{**FSDP, "train_backend": "megatron"})
 
 
+RULE = {"over": "token", "statistic": "ratio", "upper": 4.0}
+
+
 @pytest.mark.parametrize(("denominator", "divisors"), [("original", (3, 2, 4)), ("kept", (2, 2, 4))])
 @pytest.mark.parametrize("hook", [TIS, LOSS], ids=["the TIS hook", "the loss hook"])
 def test_what_a_denominator_means_where_the_host_divides_by_its_own_sums(
     host: Bodies, hook: dict[str, Any], denominator: str, divisors: tuple[int, ...]
 ) -> None:
     """A rule drops the third token of the first sample; the host divides by `rollout_mask_sums` of before the rule."""
-    rule = {"over": "token", "statistic": "ratio", "upper": 4.0}
-    found = losses(trained(host, mis={"reject": [rule], "denominator": denominator}, **hook))
+    outcomes = trained(host, mis={"reject": [RULE], "denominator": denominator}, **hook)
     sums = [torch.tensor(shifts).exp().clamp(max=UPPER).sum() for shifts in (SHIFTS[0][:2], *SHIFTS[1:])]
     first, second, third = (-float(x) / n for x, n in zip(sums, divisors, strict=True))
-    assert found == pytest.approx([first + second, third], rel=1e-5)
+    assert losses(outcomes) == pytest.approx([first + second, third], rel=1e-5)
+    assert all(any(name.startswith("mis_") for name in told) for _, told in outcomes)
 
 
-RULE = {"over": "token", "statistic": "ratio", "upper": 4.0}
 FSDP_CONFIGS: list[dict[str, Any]] = [
     {"weight": {"level": "token", "bound": "truncate", "upper": UPPER, "normalize": {}}},
     {"weight": {"level": "sequence", "bound": "clip", "lower": 0.8, "upper": UPPER}},
@@ -199,8 +192,7 @@ def test_samples_that_do_not_train_leave_no_trace_in_the_mean(host: Bodies) -> N
     data = rollout()
     data["loss_masks"][1].zero_()
     data["rollout_mask_sums"][1] = 0
-    hook: dict[str, Any] = {"rollout_data_postprocess_path": "mis_plugins.mis.count_samples"}
-    steps = trained(host, data, mis={"metrics": "full"}, **TIS, **hook)
+    steps = trained(host, data, mis={"metrics": "full"}, **TIS, **COUNTED)
     logged = sum(told["mis_ratio_max_mb"] for _, told in steps) / 3
     assert float(logged) == pytest.approx((4.4817 + 2.7183) / 2, rel=1e-3)
 
@@ -211,15 +203,13 @@ def test_a_rejected_sample_leaves_the_baseline_of_its_group(host: Bodies, hook: 
     data = rollout() | {"rewards": [2.0, 0.0, -2.0], "sample_indices": [0, 1, 2]}
     data["advantages"] = [torch.full((len(x),), reward) for x, reward in zip(SHIFTS, data["rewards"], strict=True)]
     config = {"reject": [{"over": "mean", "upper": 1.2}], "group_baseline": "grpo"}
-    group = {"n_samples_per_prompt": 3, "rewards_normalization": True, "grpo_std_normalization": False,
-             "rollout_data_postprocess_path": "mis_plugins.mis.count_samples"}  # fmt: skip
+    group = {"n_samples_per_prompt": 3, "rewards_normalization": True, "grpo_std_normalization": False, **COUNTED}
     _, second, third = expected()
     assert losses(trained(host, data, mis=config, **hook, **group)) == pytest.approx([second, -third], rel=1e-5)
 
 
 def test_a_second_pass_of_the_trainer_finds_what_depends_on_the_batch(host: Bodies) -> None:
-    hook: dict[str, Any] = {"rollout_data_postprocess_path": "mis_plugins.mis.count_samples", "leak": 0.125}
-    trained(host, mis={"resplit_every": 1}, **TIS, **hook)
+    trained(host, mis={"resplit_every": 1}, leak=0.125, **TIS, **COUNTED)
     (told,) = host.logged
     assert [value for name, value in told.items() if name.endswith("_max")] == [0.125]
 

@@ -1,16 +1,18 @@
 """The engine's likeliest tokens: asked of SGLang by our generate functions, and carried to the loss hook's batch."""
 
 import asyncio
+import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import rollout_process
 import stand_in_hosts
 import stand_ins
-from rollout_process import ROUTER, Sample, alone_in_world, streamed
-from rollout_process import generated as generated_by_miles
+from rollout_process import Sample, alone_in_world, generated_by_miles, streamed
 from stand_in_hosts import LAYOUTS, VOCABULARY
 from test_every_hook import LOSS, trained
 
@@ -53,22 +55,16 @@ def spans(versions: Sequence[int]) -> list[dict[str, Any]]:
 # ----------------------------------------------------------------------------------------------------------- Miles
 
 
-def stream(payload: Any, incremental: bool) -> AsyncIterator[dict[str, Any]]:
+def stream(payload: Any, incremental: bool = True) -> AsyncIterator[dict[str, Any]]:
     """Four tokens in two chunks, with as many likeliest tokens at each as the request asks for."""
     k = payload.get("top_logprobs_num", 0)
     named: dict[str, Any] = {"output_top_logprobs": [row(position)[:k] for position in range(4)]} if k else {}
     return streamed([[-1.0, i] for i in range(4)], [1, 4], [3] * 4, incremental=incremental, **named)
 
 
-def generated(monkeypatch: pytest.MonkeyPatch, incremental: bool = True, **args: Any) -> Any:
-    monkeypatch.setattr(generate, "_stream", lambda url, payload, headers: stream(payload, incremental))
-    stand_in_hosts.load(LAYOUTS["August"], monkeypatch)
-    return generated_by_miles(Namespace(**ROUTER, **args), Sample()).samples
-
-
 @pytest.mark.parametrize("incremental", [False, True])
 def test_miles_leaves_the_head_of_a_stream_on_the_sample(incremental: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = generated(monkeypatch, incremental, mis=CENTER)
+    sample = generated_by_miles(monkeypatch, partial(stream, incremental=incremental), mis=CENTER)
     assert told(getattr(sample, HEAD)) == expected(0, 1, 2, 3)
 
 
@@ -78,7 +74,7 @@ def test_a_stream_that_is_asked_for_again_has_the_head_of_its_last_try(monkeypat
 
     async def broken(payload: Any) -> AsyncIterator[dict[str, Any]]:
         tries.append(1)
-        async for chunk in stream(payload, True):
+        async for chunk in stream(payload):
             yield chunk
             if len(tries) == 1:
                 raise OSError
@@ -96,10 +92,13 @@ def test_a_stream_that_is_asked_for_again_has_the_head_of_its_last_try(monkeypat
 def test_nothing_is_asked_for_where_nobody_reads_it_or_the_host_asks(
     args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not hasattr(generated(monkeypatch, **args), HEAD)
+    assert not hasattr(generated_by_miles(monkeypatch, stream, **args), HEAD)
 
 
 # ----------------------------------------------------------------------------------------------------------- slime
+
+
+SGLANG = "slime.rollout.sglang_rollout"
 
 
 def slime(monkeypatch: pytest.MonkeyPatch, *calls: Sequence[int]) -> list[dict[str, Any]]:
@@ -115,16 +114,11 @@ def slime(monkeypatch: pytest.MonkeyPatch, *calls: Sequence[int]) -> list[dict[s
         return {"positions": positions, "meta_info": meta}
 
     async def own(args: Any, sample: Any, sampling_params: Any) -> Any:
-        answer = await sys_post()("http://one", {"return_logprob": True}, headers=None)
+        answer = await sys.modules[SGLANG].post("http://one", {"return_logprob": True}, headers=None)
         count = len(answer["positions"])
         sample.append_response_tokens(args, tokens=[5] * count, log_probs=[-1.0] * count, meta_info=answer["meta_info"])
 
-    def sys_post() -> Any:
-        import slime.rollout.sglang_rollout as host  # type: ignore[import-not-found]
-
-        return host.post
-
-    stand_ins.load({"slime.rollout.sglang_rollout": {"generate": own, "post": post}}, monkeypatch)
+    stand_ins.load({SGLANG: {"generate": own, "post": post}}, monkeypatch)
     return requests
 
 
@@ -172,10 +166,8 @@ def test_jobs_that_do_not_center_post_the_hosts_own_request(monkeypatch: pytest.
 
 
 def drawn(own: Numbering, positions: Sequence[int], index: int = 0) -> Any:
-    sample: Any = Namespace(index=index, tokens=[7, *range(len(positions))], response_length=len(positions),
-                            rollout_log_probs=[-1.0] * len(positions))  # fmt: skip
-    own.begin(sample, [7])
-    sample.output_versions = [1] * len(positions)
+    """A sample with the engine's head at each of these positions."""
+    sample = rollout_process.drawn(own, [1] * len(positions), index)
     meta = {"output_top_logprobs": [row(position)[:K] for position in positions]}
     setattr(sample, HEAD, NamedTokens.read(meta, len(positions), K))
     return sample

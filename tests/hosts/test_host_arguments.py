@@ -18,9 +18,11 @@ HOSTS = tuple(recorded())
 every_host = pytest.mark.parametrize("host", HOSTS)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+ALL = [(), *(("--host", host) for host in HOSTS)]
+ON_SGLANG = [(), *(("--host", host) for host in HOSTS if "sglang" in registry.every_host()[host].records)]
+# A key, the warning of it, and the options of the commands that warn so.
+KEYS: list[tuple[str, str | None, list[tuple[str, ...]]]] = [
+    *((text, said, ALL) for text, said in (
         ("global_batch_size: '64'", "which the host keeps, and it expects a number; write 64\n"),
         ("lr: 1e-6", "lr: YAML reads '1e-6' as text, which the host keeps, and it expects a number; write 1.0e-06"),
         ("lr: fast", "lr: got 'fast'; the host expects a number"),
@@ -35,28 +37,21 @@ every_host = pytest.mark.parametrize("host", HOSTS)
         ("use_kl_loss: true", None),
         ("kl_loss_coef: 0", None),
         ("advantage_estimator: grpo", None),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("options", [(), *(("--host", host) for host in HOSTS)])
-def test_keys_beside_ours(text: str, said: str | None, options: tuple[str, ...], config_command: ConfigCommand):
-    told = config_command(f"{text}\nmis: {{weight: {{upper: 3}}}}\n", *options).out
-    warnings = [line for line in told.splitlines(keepends=True) if line.startswith("warning: ")]
-    assert len(warnings) == (said is not None) and (said or "") in "".join(warnings)
-
-
-ON_SGLANG = [(), *(("--host", host) for host in HOSTS if "sglang" in registry.every_host()[host].records)]
-OF_ENGINES = [
+    )),
     ("sglang_mem_fraction_static: 7e-1", "sglang_mem_fraction_static: YAML reads '7e-1' as text", ON_SGLANG),
     ("router_selector: [a=b]", None, ON_SGLANG),
     ("vllm_gpu_memory_utilization: 7e-1", "utilization: YAML reads '7e-1' as text", [(), ("--host", "vime")]),
     ("sglang_attention_backend: x", "sglang_attention_backend: no argument of vime", [("--host", "vime")]),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "said", "hosts"), OF_ENGINES)
-def test_keys_of_an_engine(text: str, said: str | None, hosts: list[tuple[str, ...]], config_command: ConfigCommand):
-    for options in hosts:
-        test_keys_beside_ours(text, said, options, config_command)
+@pytest.mark.parametrize(
+    ("text", "said", "options"), [(text, said, one) for text, said, options in KEYS for one in options]
+)
+def test_keys_beside_ours(text: str, said: str | None, options: tuple[str, ...], config_command: ConfigCommand):
+    told = config_command(f"{text}\nmis: {{weight: {{upper: 3}}}}\n", *options).out
+    warnings = [line for line in told.splitlines(keepends=True) if line.startswith("warning: ")]
+    assert len(warnings) == (said is not None) and (said or "") in "".join(warnings)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +76,7 @@ def test_who_knows_a_key(key: str, known: tuple[str, ...]):
     assert bool(list(surprises({key: None}, None))) == (not known)
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@every_host
 def test_the_comparison_s_key_is_no_surprise(host: str):
     assert not list(surprises({"bitwise": {"on_difference": "raise"}}, registry.every_host()[host]))
 

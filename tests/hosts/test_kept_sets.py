@@ -3,20 +3,20 @@
 import math
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import stand_in_hosts
 import torch
-from rollout_process import ROUTER, Sample, streamed
-from rollout_process import generated as generated_by_miles
+from rollout_process import generated_by_miles, streamed
 from stand_in_hosts import LAYOUTS, VOCABULARY
 
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts.adapters.miles import HOST
 from mis_plugins.hosts.host import HEAD_IDS
-from mis_plugins.hosts.versions import generate, heads, kept
+from mis_plugins.hosts.versions import heads, kept
 from mis_plugins.hosts.versions.kept import KEPT, KeptScoring, KeptSets, columns
 from mis_plugins.hosts.versions.rollouts import Numbering
 from mis_plugins.hosts.versions.samples import Note
@@ -48,17 +48,11 @@ def stream(payload: Any, without: str = "") -> AsyncIterator[dict[str, Any]]:
     return streamed([[-9.0, token, None] for token in TOKENS], [1, 3], [3] * 3, **asked)
 
 
-def generated(monkeypatch: pytest.MonkeyPatch, without: str = "", **args: Any) -> Any:
-    monkeypatch.setattr(generate, "_stream", lambda url, payload, headers: stream(payload, without))
-    stand_in_hosts.load(LAYOUTS["August"], monkeypatch)
-    return generated_by_miles(Namespace(**ROUTER, **args), Sample(4)).samples
-
-
 @pytest.mark.parametrize("centers", [False, True])
 def test_a_sample_has_log_probs_over_its_kept_sets(
     centers: bool, numbering: Numbering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sample = generated(monkeypatch, **CUT, mis=CENTER if centers else {})
+    sample = generated_by_miles(monkeypatch, stream, **CUT, mis=CENTER if centers else {})
     rows = [(support(ids), ids) for ids in SETS]
     expected = [row[ids.index(token)] for (row, ids), token in zip(rows, TOKENS, strict=True)]
     assert sample.rollout_log_probs == expected and sample.tokens[-3:] == TOKENS
@@ -76,7 +70,7 @@ def test_a_sample_has_log_probs_over_its_kept_sets(
 def test_jobs_that_do_not_cut_ask_for_no_sets_and_none_travels(
     numbering: Numbering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sample = generated(monkeypatch, rollout_top_p=1.0, rollout_top_k=-1)
+    sample = generated_by_miles(monkeypatch, stream, index=4, rollout_top_p=1.0, rollout_top_k=-1)
     assert sample.rollout_log_probs == [-9.0] * 3 and not hasattr(sample, KEPT)
     with pytest.raises(InputError, match="sample 4: no output_kept, which --rollout-top-k reads"):
         numbering.noted([sample], scored=False, needed={KEPT: "--rollout-top-k"})
@@ -86,7 +80,7 @@ def test_jobs_that_do_not_cut_ask_for_no_sets_and_none_travels(
 def test_an_engine_that_returns_no_sets_is_refused(
     lost: str, numbering: Numbering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sample = generated(monkeypatch, without=lost, **CUT)
+    sample = generated_by_miles(monkeypatch, partial(stream, without=lost), index=4, **CUT)
     with pytest.raises(InputError, match="sample 4: .*return_sampling_mask"):
         numbering.noted([sample], scored=False, needed={})
 

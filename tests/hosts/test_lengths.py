@@ -18,7 +18,10 @@ from mis_plugins.hosts.batch import check_lengths, host_layout
 from mis_plugins.packing.layout import Layout, whole, zigzag
 
 Counts = Sequence[int | None]
-MASK, TRAIN, ROLLOUT = "loss_masks", "train_log_probs", "rollout_log_probs"
+LISTS = MASK, TRAIN, ROLLOUT = "loss_masks", "train_log_probs", "rollout_log_probs"
+LENGTHS = {"total_lengths": [8, 6], "response_lengths": [5, 3], "max_seq_lens": [8, 8]}
+HOOKS = {"compute_mis_weights": LISTS, "compute_mis_weights_fsdp": LISTS,
+         "compute_mis_weights_with_cp": (*LENGTHS, *LISTS)}  # fmt: skip
 
 
 def of(counts: Counts) -> list[Tensor | None]:
@@ -28,7 +31,7 @@ def of(counts: Counts) -> list[Tensor | None]:
 def handed(*counts: Counts, **stated: Sequence[Any]) -> dict[str, Any]:
     """Three lists, and what a host hands with them where it states lengths."""
     alone = {"pg_loss": torch.ones(sum(stated["response_lengths"])), "parallel_state": one_rank()} if stated else {}
-    return {**dict(zip((MASK, TRAIN, ROLLOUT), map(of, counts), strict=True)), **alone, **stated}
+    return {**dict(zip(LISTS, map(of, counts), strict=True)), **alone, **stated}
 
 
 CASES = [
@@ -47,18 +50,13 @@ CASES = [
 ]  # fmt: skip
 
 
-def assert_told(error: str, message: str, here: Sequence[tuple[str, int | None]]) -> None:
-    """The error begins with the list that is wrong, and has all counts of the sequence."""
-    assert error.startswith(message)
-    assert "None" in message or all(f"{name} {count}" in error for name, count in here), error
-
-
-@pytest.mark.parametrize("hook", ["compute_mis_weights", "compute_mis_weights_with_cp", "compute_mis_weights_fsdp"])
+@pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("response_lengths", [[5, 3], [6, 4]])
 @pytest.mark.parametrize(("mask", "train", "rollout", "message"), CASES)
 def test_lists_with_and_without_a_host_whatever_the_lengths_it_states(
     mask: Counts, train: Counts, rollout: Counts, message: str, response_lengths: list[int], hook: str
 ):
+    """The error begins with the list that is wrong, and has all counts of the sequence."""
     given = handed(mask, train, rollout)
     if hook != "compute_mis_weights":  # which is told no lengths
         given |= {"response_lengths": response_lengths, "total_lengths": [n + 3 for n in response_lengths]}
@@ -67,11 +65,10 @@ def test_lists_with_and_without_a_host_whatever_the_lengths_it_states(
             message = "response_lengths[0]: 6 tokens, but sequence 0 has 5"
     with pytest.raises(InputError) as caught:
         getattr(mis, hook)(host_args(mis={"weight": {}}), **given)
-    if message.startswith("response_lengths"):
-        assert str(caught.value).startswith(message)
-    else:
-        i = int(re.findall(r"sequence (\d)", message)[0])
-        assert_told(str(caught.value), message, [(MASK, mask[i]), (TRAIN, train[i]), (ROLLOUT, rollout[i])])
+    error, i = str(caught.value), int(re.findall(r"sequence (\d)", message)[0])
+    counts = [(MASK, mask[i]), (TRAIN, train[i]), (ROLLOUT, rollout[i])]
+    assert error.startswith(message)
+    assert "None" in message or all(f"{name} {count}" in error for name, count in counts), error
 
 
 # Counts of the loss mask and of each side's log-probs, what the host states, and the error.
@@ -99,7 +96,7 @@ def test_the_lengths_that_the_host_states_tell_which_list_is_wrong(
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("padded", [None, [16, 16]])
-@pytest.mark.parametrize("name", [MASK, TRAIN, ROLLOUT])
+@pytest.mark.parametrize("name", LISTS)
 @pytest.mark.parametrize("more", [1, -1])
 def test_pieces_of_context_parallel_ranks(name: str, more: int, rank: int, padded: list[int] | None):
     """Log-probs are this rank's piece, and the mask is of the full response."""
@@ -135,21 +132,14 @@ def test_a_length_that_the_host_did_not_cut_by_is_named(more: int, padded: bool)
         check_lengths(of([9]), {TRAIN: held, ROLLOUT: held}, layout)
 
 
-LENGTHS = {"total_lengths": [8, 6], "response_lengths": [5, 3], "max_seq_lens": [8, 8]}
-NUMBERS = ["total_lengths", "response_lengths", MASK, TRAIN, ROLLOUT, "max_seq_lens"]
-
-
 @pytest.mark.parametrize("more", [1, -1])
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("hook", ["compute_mis_weights", "compute_mis_weights_with_cp", "compute_mis_weights_fsdp"])
+@pytest.mark.parametrize(("hook", "name"), [(hook, name) for hook, names in HOOKS.items() for name in names])
 def test_a_list_of_more_or_fewer_sequences_is_named(hook: str, name: str, more: int):
     given = handed([5, 3], [5, 3], [5, 3])
     if hook == "compute_mis_weights_with_cp":
         given |= LENGTHS
     if hook != "compute_mis_weights":
         given |= {"pg_loss": torch.ones(8), "parallel_state": one_rank()}
-    if name not in given:
-        return
     given[name] = [*given[name], *given[name]][: 2 + more]
     with pytest.raises(InputError, match=rf"^{name}: {2 + more} sequences, but the batch has 2 \(") as caught:
         getattr(mis, hook)(host_args(mis={"weight": {}}, qkv_format="bshd"), **given)
@@ -165,7 +155,7 @@ WRONG = [
        rf"{name}\[1\]: got .*; expected a whole number of tokens")
       for name in LENGTHS for length in (None, "8", (8,), 8.0, torch.tensor(8.0))),
     *((handed(*FIT) | {name: [torch.ones(n, device="meta") for n in (5, 3)]},
-       rf"{name}\[0\]: on meta, and the other lists are on cpu; move all lists of") for name in (MASK, TRAIN, ROLLOUT)),
+       rf"{name}\[0\]: on meta, and the other lists are on cpu; move all lists of") for name in LISTS),
     # The prompt has one token; a response_length that is one too large leaves no prompt.
     (handed(*[[5, 5]] * 3, total_lengths=[8, 6], response_lengths=[5, 6]),
      r"response_lengths\[1\]: 6 tokens, but sequence 1 has 5 "),

@@ -3,8 +3,6 @@
 It is registered, or named by an entry point of the group `mis_plugins.hosts`.
 """
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +14,8 @@ from typing import Any
 import pytest
 import stand_ins
 import torch
-from commands import ConfigCommand
+from commands import ROOT, ConfigCommand
+from forks import Ended, ended
 from test_loss_hook import Step, flags, random_step, reducer
 from torch import Tensor
 
@@ -67,9 +66,13 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sequence[Mapping[str, fl
         registry.HOSTS.pop(name, None)
 
 
-def loss_of(step: Step) -> Tensor:
-    batch, logits = step.batch(), 2 * torch.cat(step.rows("target"))
-    return mis.policy_loss(flags(mis=CONFIG), batch, logits.requires_grad_(), reducer(batch, "made_up"))[0]
+def loss_of(step: Step, package: str = "made_up", logits: float = 2.0, config: dict[str, Any] = CONFIG) -> Tensor:
+    """The loss of the host that has this package; its logits are so many times the log-probs."""
+    batch, given = step.batch(), logits * torch.cat(step.rows("target"))
+    return mis.policy_loss(flags(mis=config), batch, given.requires_grad_(), reducer(batch, package))[0]
+
+
+PLAIN = replace(MADE_UP, package="plain", scores=lambda args, batch, logits: scores(args, batch, 2 * logits))
 
 
 def test_policy_loss_and_step_report(logged: Sequence[Mapping[str, float]], monkeypatch: pytest.MonkeyPatch):
@@ -80,12 +83,8 @@ def test_policy_loss_and_step_report(logged: Sequence[Mapping[str, float]], monk
     mis.report_step(args, 0, 1)
     (row,) = logged
     assert row["train/mis_step/tokens"] == sum(map(sum, (x.mask for x in step.responses)))
-    halved = torch.cat(step.rows("target")).requires_grad_()
-    plain = lambda args, batch, logits: scores(args, batch, 2 * logits)  # noqa: E731
-    other = replace(MADE_UP, name="plain", package="plain", scores=plain, runs=lambda args: False)
-    registry.register(other)
-    batch = step.batch()
-    assert torch.equal(mis.policy_loss(args, batch, halved, reducer(batch, "plain"))[0], loss)
+    registry.register(replace(PLAIN, name="plain", runs=lambda args: False))
+    assert torch.equal(loss_of(step, "plain", 1.0), loss)
     assert loss.requires_grad
 
 
@@ -141,7 +140,6 @@ def test_config_check(logged: Sequence[Mapping[str, float]], config_command: Con
 
 # ------------------------------------------------------------------------------------------------- entry points
 
-ROOT = Path(__file__).parents[2]
 HOST = """
 from dataclasses import replace
 from mis_plugins.hosts import registry
@@ -172,41 +170,42 @@ print(main(["config", "check", "tis", "--host", "far"]))
 """
 
 
-def ran(code: str, target: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run code in a process in which a distribution with this entry point is installed."""
-    (folder / "far_host.py").write_text(HOST)
-    info = folder / "far_host-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: far-host\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[mis_plugins.hosts]\nfar = {target}\n")
-    path = [folder, ROOT, ROOT / "tests/support", ROOT / "tests/loss"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "COLUMNS": "200"}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+SERVED = "far_host:HOST"
+REFUSED = {
+    "far_host:GONE": "far = far_host:GONE does not load: AttributeError",
+    "no_such_module:HOST": "far = no_such_module:HOST does not load: ModuleNotFoundError",
+    "far_host:NO_HOST": "far = far_host:NO_HOST is no mis_plugins.hosts.host.Host",
+    "far_host:TAKEN": "far = far_host:TAKEN takes the name miles of another host",
+}
 
 
-def test_an_installed_host_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = ran(LOSS + CHECK, "far_host:HOST", tmp_path)
-    assert done.returncode == 0, done.stderr
-    first, *told, code = done.stdout.splitlines()
-    step = random_step(0)
-    batch, logits = step.batch(), torch.cat(step.rows("target")).requires_grad_()
-    config = {"weight": {"upper": 1.05}}
-    plain = replace(MADE_UP, package="plain", scores=lambda args, batch, logits: scores(args, batch, 2 * logits))
-    monkeypatch.setitem(registry.every_host(), MADE_UP.name, plain)
-    here = mis.policy_loss(flags(mis=config), batch, logits, reducer(batch, "plain"))[0]
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """How a process ended in which a distribution with this entry point is installed, by the entry point."""
+    scripts = {}
+    for target in (SERVED, *REFUSED):
+        folder = tmp_path_factory.mktemp("installed")
+        (folder / "far_host.py").write_text(HOST)
+        info = folder / "far_host-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: far-host\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[mis_plugins.hosts]\nfar = {target}\n")
+        path = [str(part) for part in (folder, ROOT / "tests/support", ROOT / "tests/loss")]
+        script = LOSS + CHECK if target == SERVED else "import mis_plugins.hosts.registry"
+        scripts[target] = f"sys.path[:0] = {path}\n{script}"
+    results = ended([*scripts.values()], tmp_path_factory.mktemp("ended"), "import sys, torch", COLUMNS="200")
+    return dict(zip(scripts, results, strict=True))
+
+
+def test_an_installed_host_is_served(installed: dict[str, Ended], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installed[SERVED].code == 0, installed[SERVED].errors
+    first, *told, code = installed[SERVED].out.splitlines()
+    monkeypatch.setitem(registry.every_host(), MADE_UP.name, PLAIN)
+    here = loss_of(random_step(0), "plain", 1.0, {"weight": {"upper": 1.05}})
     assert float(first) == float(here) and code == "0" and told
 
 
-@pytest.mark.parametrize(
-    ("target", "why"),
-    [
-        ("far_host:GONE", "far = far_host:GONE does not load: AttributeError"),
-        ("no_such_module:HOST", "far = no_such_module:HOST does not load: ModuleNotFoundError"),
-        ("far_host:NO_HOST", "far = far_host:NO_HOST is no mis_plugins.hosts.host.Host"),
-        ("far_host:TAKEN", "far = far_host:TAKEN takes the name miles of another host"),
-    ],
-)
-def test_an_entry_point_that_is_no_host_is_named(target: str, why: str, tmp_path: Path) -> None:
-    done = ran("import mis_plugins.hosts.registry", target, tmp_path)
-    assert done.returncode and f"InputError: mis_plugins.hosts: {why}" in done.stderr
+@pytest.mark.parametrize("target", REFUSED)
+def test_an_entry_point_that_is_no_host_is_named(target: str, installed: dict[str, Ended]) -> None:
+    assert installed[target].code
+    assert f"InputError: mis_plugins.hosts: {REFUSED[target]}" in installed[target].errors

@@ -1,7 +1,6 @@
 """Versions of tokens inside Miles: from a stream of the engine to the notes that travel to the trainer."""
 
 import asyncio
-import gc
 import json
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import stand_in_hosts
-from rollout_process import ROUTER, Sample, generated, streamed
+from rollout_process import ROUTER, Sample, drawn, generated, streamed
 from stand_in_hosts import LAYOUTS, Bodies, Output
 
 from mis_plugins import mis
@@ -53,7 +52,6 @@ def test_what_runs_what_waits_and_what_travels_is_scored(fresh: Numbering) -> No
         fresh.shelf.say(number, 0, [1, 2, 3], [4, 4, 5])
     fresh.shelf.take(batch := 0, [numbers[2]])
     del travelling
-    gc.collect()
     found = shelf(fresh).waiting(4, batch - 1)
     assert {one.number for one in found.requests} == found.alive == set(numbers)
     assert found.requests[0] == Request(found.requests[0].number, (7, 1, 2), (0, 1))
@@ -65,7 +63,6 @@ def test_a_sample_that_the_host_drops_leaves(fresh: Numbering) -> None:
     number = fresh.begin(sample, [7])
     fresh.shelf.say(number, 0, [1], [1])
     del sample
-    gc.collect()
     other = fresh.begin(kept := Sample(), [7])
     assert shelf(fresh).waiting(1, -1).alive == {other} and kept is not None
     fresh.shelf.say(number, 1, [2], [1])  # the late token of a call that is cancelled
@@ -176,15 +173,6 @@ def converted(host: Bodies, samples: Sequence[Any], **args: Any) -> dict[str, An
     host.conversion = own  # type: ignore[method-assign]
     given = Namespace(custom_reward_post_process_path="json.loads", mis={"segment_wise": {}}, **args)
     return mis.convert_with_versions(given, samples)
-
-
-def drawn(own: Numbering, versions: Sequence[int], index: int = 0) -> Any:
-    sample: Any = Sample(index)
-    number = own.begin(sample, sample.prompt)
-    sample.response_length, sample.output_versions = len(versions), list(versions)
-    sample.tokens = [*sample.prompt, *range(len(versions))]
-    own.shelf.say(number, 0, list(range(len(versions))), versions)
-    return sample
 
 
 def test_train_data_holds_a_note_of_each_sample(host: Bodies, fresh: Numbering) -> None:

@@ -4,9 +4,9 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from lab import tallies
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
-from mis_plugins.errors import ConfigError, InputError, MisError
+from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import tracking
 from mis_plugins.hosts.batch import HostBatch
 from mis_plugins.hosts.rank_agreement import can_add_up
@@ -42,6 +42,15 @@ VETO = {"weight": None, "reject": [{"over": "min", "lower": 0.1}]}
 
 def micro_batch(ratios: list[list[float]], config: dict) -> Correction:
     return corrected(ratio_batch(ratios), from_mapping(config))
+
+
+def in_steps(*steps: tuple[tuple[int, int], Correction], loss: torch.Tensor | None = None) -> None:
+    """A run of one micro-batch a step, each with the number of its rollout and its own, reported to the last."""
+    recorder = Recorder()
+    for number, correction in steps:
+        recorder.report(ARGS, *number)
+        recorder.record(correction, loss)
+    recorder.flush(ARGS)
 
 
 def test_threads_add_up_all_their_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,10 +125,7 @@ def test_no_log_prob_is_too_small_for_a_step(value: float, side: str, config: di
     """e^800 is no float, nor is the square of -1e30: what cannot be shown must not stop the job either."""
     batch = ratio_batch([[0.5, 3.0, 0.7], [1.2, 1.1]])
     getattr(batch, side)[0][2] = value
-    recorder = Recorder()
-    recorder.report(ARGS, 0, 0)
-    recorder.record(corrected(batch, from_mapping(config | {"metrics": "all"})), torch.ones(5))
-    recorder.report(ARGS, 0, 1)
+    in_steps(((0, 0), corrected(batch, from_mapping(config | {"metrics": "all"}))), loss=torch.ones(5))
     assert [name for name, value in tracked[0].items() if not math.isfinite(value)] == []
 
 
@@ -178,11 +184,7 @@ def test_the_number_of_a_step_is_the_hosts(given: dict, steps: int):
 
 def test_the_last_step_of_a_rollout_tells_how_many_it_had(tracked: list[Mapping[str, float]]):
     """A rollout function of the user's may return more samples than the flags promise, or fewer."""
-    recorder = Recorder()
-    for rollout, step in [(3, 1), (3, 2), (4, 0), (5, 0)]:
-        recorder.report(ARGS, rollout, step)
-        recorder.record(micro_batch([[1.0]], EVERYTHING))
-    recorder.flush(ARGS)
+    in_steps(*((number, micro_batch([[1.0]], EVERYTHING)) for number in [(3, 1), (3, 2), (4, 0), (5, 0)]))
     promised, three_steps, one_step, at_the_end = 3 * 2 + 1, 3 * 3 + 2, 4 * 1, 5 * 2
     assert [row["train/step"] for row in tracked] == [promised, three_steps, one_step, at_the_end]
 
@@ -208,13 +210,8 @@ def said(caplog: pytest.LogCaptureFixture, words: str) -> int:
     return sum(words in record.getMessage() for record in caplog.records)
 
 
-def run_steps(config: dict, *steps: list[list[float]]) -> Recorder:
-    recorder = Recorder()
-    for i, ratios in enumerate(steps):
-        recorder.report(ARGS, i, 0)
-        recorder.record(micro_batch(ratios, config))
-    recorder.flush(ARGS)
-    return recorder
+def run_steps(config: dict, *steps: list[list[float]]) -> None:
+    in_steps(*(((i, 0), micro_batch(ratios, config)) for i, ratios in enumerate(steps)))
 
 
 FEW, MOST, LONG = [[1.0], [0.01] * 19], [[1.0], [1.0]], [[1.001] * 2000]
@@ -301,6 +298,13 @@ def test_of_several_products_the_longest_is_watched(config: dict, product: tuple
     assert multiplies(from_mapping(config)) == product
 
 
+@cache
+def scaled_batch() -> Batch:
+    """One sequence of an engine whose log-probs were divided by a temperature."""
+    proximal, behavior = simulation.simulate("mixed", simulation.Error(temperature=0.8))
+    return Batch([proximal], [behavior], [torch.ones(len(proximal), dtype=torch.int32)], [1])
+
+
 @pytest.mark.parametrize(("metrics", "started", "times"), [("all", (3, 1), 1), ("full", (10, 0), 1),
                                                            ("full", (10, 1), 0), ("full", (3, 0), 0),
                                                            ("core", (10, 0), 0)])  # fmt: skip
@@ -309,13 +313,8 @@ def test_scaled_log_probs_are_told_once(
     caplog: pytest.LogCaptureFixture, weight: dict | None, metrics: str, started: tuple[int, int], times: int
 ):
     """Under `all` at any step, under `full` at the first of every tenth rollout, be it corrected or only watched."""
-    proximal, behavior = simulation.simulate("mixed", simulation.Error(temperature=0.8), 20000)
-    batch = Batch([proximal], [behavior], [torch.ones(20000, dtype=torch.int32)], [1])
-    recorder = Recorder()
-    for _ in range(2):
-        recorder.report(ARGS, *started)
-        recorder.record(corrected(batch, from_mapping({"weight": weight, "metrics": metrics})))
-    recorder.flush(ARGS)
+    correction = corrected(scaled_batch(), from_mapping({"weight": weight, "metrics": metrics}))
+    in_steps((started, correction), (started, correction))
     assert said(caplog, "the rollout engine's log-probs alone were divided by a temperature of 0.9") == times
 
 
@@ -428,18 +427,19 @@ def of_process() -> tuple[list[dict], Ranks, Recorder]:
     return logged, ranks, Recorder()
 
 
-def of_rank(rank: int, batches: list[Batch], config: dict, cp: int) -> tuple[list[dict], str | None]:
-    """Each data-parallel rank records its batch; what the host's tracking got, and what was raised."""
+def of_rank(rank: int, records: Sequence[tuple[Batch, dict]], cp: int) -> tuple[list[dict], str]:
+    """One step of a rank, which records these batches under these configs: what is tracked, and what was raised."""
     logged, ranks, recorder = of_process()
     recorder.report(ARGS, 0, 0, ranks)
-    recorder.record(corrected_on(batches[rank // cp], cp, rank % cp, ranks, config))
+    for batch, config in records:
+        recorder.record(corrected_on(batch, cp, rank % cp, ranks, config))
     try:
         recorder.flush(ARGS, ranks)
     except MisError as error:
-        return logged, str(error)
+        return logged, f"{type(error).__name__}: {error}"
     finally:
         dist.barrier()
-    return logged, None
+    return logged, ""
 
 
 RANK_BATCHES = [
@@ -453,7 +453,7 @@ RANK_BATCHES = [
 def test_ranks_report_what_one_process_does(tmp_path: Path, tracked: list[Mapping[str, float]]):
     """Two data-parallel ranks times two context-parallel ones."""
     config = {"weight": {"upper": 1.5}, "reject": [{"over": "mean", "lower": 0.5, "upper": 2.0}], "metrics": "all"}
-    found = run_ranks(4, 2, lambda rank: of_rank(rank, RANK_BATCHES, config, 2), tmp_path)
+    found = run_ranks(4, 2, lambda rank: of_rank(rank, [(RANK_BATCHES[rank // 2], config)], 2), tmp_path)
     assert [len(logged) for logged, _ in found] == [1, 0, 0, 0]
     alone = Recorder()
     alone.report(ARGS, 0, 0)
@@ -475,8 +475,8 @@ def test_of_ranks_that_hold_the_same_sequences_one_counts_them():
 def test_every_rank_raises_for_one(tmp_path: Path):
     batches = [ratio_batch([[1.0, 1.0]]), ratio_batch([[0.01, 1.0]])]
     config = VETO | {"on_all_rejected": "raise", "metrics": "full"}
-    found = run_ranks(4, 2, lambda rank: of_rank(rank, batches, config, 2), tmp_path)
-    assert all(error and "every sequence of 1 of 2 micro-batches" in error for _, error in found)
+    found = run_ranks(4, 2, lambda rank: of_rank(rank, [(batches[rank // 2], config)], 2), tmp_path)
+    assert all("every sequence of 1 of 2 micro-batches" in error for _, error in found)
 
 
 def joined(rank: int, groups_changed: bool, on_all_rejected: str) -> tuple[list[dict], list[str]]:
@@ -533,40 +533,25 @@ def test_what_one_rank_of_the_grid_knows_all_ranks_heed(tmp_path: Path):
     assert [can_add_up([], True, same, Ranks()) for same in (True, False)] == [True, False]
 
 
-def under_two_configs(rank: int) -> str:
-    _, ranks, recorder = of_process()
-    config = EVERYTHING | ({"reject": VETO["reject"]} if rank else {})
-    recorder.report(ARGS, 0, 0, ranks)
-    recorder.record(corrected_on(ratio_batch([[1.0]]), 1, 0, ranks, config))
-    with pytest.raises(InputError) as raised:
-        recorder.flush(ARGS, ranks)
-    return str(raised.value)
-
-
 def test_ranks_that_corrected_differently_do_not_wait_for_each_other(tmp_path: Path):
-    for message in run_ranks(2, 1, under_two_configs, tmp_path):
-        assert message.startswith("ranks corrected under different mis configs, this rank under [CorrectionConfig(")
-
-
-def in_another_order(rank: int) -> list[float]:
-    logged, ranks, recorder = of_process()
-    recorder.report(ARGS, 0, 0, ranks)
-    of_config = [(EVERYTHING | {"keep_floor": 0.1}, 1), (EVERYTHING | {"keep_floor": 0.2}, 10)]
-    for config, tokens in reversed(of_config) if rank else of_config:
-        recorder.record(corrected_on(ratio_batch([[1.0] * tokens]), 1, 0, ranks, config))
-    recorder.flush(ARGS, ranks)
-    return [row["train/mis_step/tokens"] for row in logged]
+    configs = [EVERYTHING, EVERYTHING | {"reject": VETO["reject"]}]
+    work = lambda rank: of_rank(rank, [(ratio_batch([[1.0]]), configs[rank])], 1)  # noqa: E731
+    for _, error in run_ranks(2, 1, work, tmp_path):
+        said = "InputError: ranks corrected under different mis configs, this rank under [CorrectionConfig("
+        assert error.startswith(said)
 
 
 def test_two_configs_that_ranks_met_in_another_order_are_not_mixed(tmp_path: Path):
     """As micro-batches with rollout log-probs and without, which come as they come."""
-    assert run_ranks(2, 1, in_another_order, tmp_path) == [[2.0, 20.0], []]
+    records = [(ratio_batch([[1.0] * n]), EVERYTHING | {"keep_floor": floor}) for n, floor in ((1, 0.1), (10, 0.2))]
+    work = lambda rank: of_rank(rank, records[:: 1 - 2 * rank], 1)  # noqa: E731
+    (first, _), (second, _) = run_ranks(2, 1, work, tmp_path)
+    assert [row["train/mis_step/tokens"] for row in first] == [2.0, 20.0] and second == []
 
 
 def test_two_configs_in_one_step(tracked: list[Mapping[str, float]]):
     """The second hides nothing of the first."""
-    recorder = Recorder()
-    recorder.report(ARGS, 0, 0)
+    recorder = Recorder(step=(0, 0))
     strict = EVERYTHING | {"reject": [{"over": "mean", "upper": 0.01}], "on_all_rejected": "raise"}
     recorder.record(micro_batch([[1.0]], strict))
     recorder.record(micro_batch([[1.0]], EVERYTHING))
@@ -577,11 +562,11 @@ def test_two_configs_in_one_step(tracked: list[Mapping[str, float]]):
 # ------------------------------------------------------------------------------------------------------- lost ranks
 
 
-class Cells(dist.ProcessGroup):
-    """A group of torchft's: `rank()` is 0 in each cell. This many collectives succeed; then a cell is lost."""
+class Plain(dist.ProcessGroup):
+    """A group of torch's own, which tells no error. This many of its collectives succeed; then a rank is lost."""
 
     def __init__(self, succeed: int, aborts: bool = False):
-        super().__init__(0, 1)  # type: ignore[call-arg]
+        super().__init__(0, 2)  # type: ignore[call-arg]
         self.left, self.aborts = succeed, aborts
 
     def size(self) -> int:
@@ -594,28 +579,17 @@ class Cells(dist.ProcessGroup):
         if self.left < 0:
             tensors[0].fill_(7)
 
+
+class Cells(Plain):
+    """A group of torchft's, which tells its error; `rank()` is 0 in each cell."""
+
     def errored(self) -> Exception | None:
         return RuntimeError("aborted") if self.left < 0 else None
 
 
-class Plain(dist.ProcessGroup):
-    """A group of torch's own, which cannot be asked for its error."""
-
-    def __init__(self, succeed: int):
-        super().__init__(0, 2)  # type: ignore[call-arg]
-        self.left = succeed
-
-    def size(self) -> int:
-        return 2
-
-    allreduce = Cells.allreduce  # type: ignore[assignment]
-    aborts = False
-
-
-def lose_a_cell(config: dict, cells: Cells | Plain) -> None:
+def lose_a_cell(config: dict, cells: Plain) -> None:
     """One step, at whose report a cell is lost."""
-    recorder, ranks = Recorder(), Ranks(dp=cells)
-    recorder.step = (0, 0)
+    recorder, ranks = Recorder(step=(0, 0)), Ranks(dp=cells)
     recorder.record(corrected_on(ratio_batch([[0.01, 1.0]]), 1, 0, ranks, config))
     recorder.report(ARGS, 1, 0, ranks)
 

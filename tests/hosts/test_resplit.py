@@ -1,27 +1,30 @@
 """The trainer against itself: other micro-batches, what differs between two passes, and how each host is asked."""
 
-import logging
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
+import stand_in_hosts
+import test_every_hook
 import torch
 from batches import host_args
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from stand_in_hosts import LAYOUTS, Bodies
 
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import describe
-from mis_plugins.hosts import registry, resplit
+from mis_plugins.hosts import registry
 from mis_plugins.hosts.registry import every_host
 from mis_plugins.hosts.resplit import cut_otherwise, differences
 from mis_plugins.packing.ragged import Ranks
 
-FLAG = "--rollout-data-postprocess-path mis_plugins.mis.count_samples"
+HOOK = "mis_plugins.mis.count_samples"
+FLAG = f"--rollout-data-postprocess-path {HOOK}"
 STEP = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
 
@@ -67,92 +70,38 @@ def test_a_number_that_is_lost_in_one_pass_differs_by_infinity(lost: float) -> N
 
 # ----------------------------------------------------------------------------------- Miles's and slime's own trainer
 
-TRAIN = """
-def train_actor(self, rollout_id, rollout_data, hook, args, data_iterator, num_microbatches):
-    hook(args, *handed(rollout_id, rollout_data))
-"""
-ACTOR = "{}.backends.megatron_utils.actor"
 SAMPLES = 6
+Trained = Callable[..., tuple[list[Any], dict[str, float]]]
 
 
-class Iterator:
-    """Both hosts' iterator over micro-batches, as far as a second pass reads it."""
-
-    def __init__(self, rollout_data: Any, micro_batch_size: int | None = None, micro_batch_indices: Any = None) -> None:
-        self.rollout_data, self.micro_batch_size = rollout_data, micro_batch_size
-        self.micro_batch_indices = micro_batch_indices
+@pytest.fixture(params=["August", "slime"])
+def trained(request: Any, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    return partial(of_rollout, stand_in_hosts.load(LAYOUTS[request.param], monkeypatch))
 
 
-class Trainer:
-    """A trainer whose log-prob of a sample is its number, plus `leak` times what its micro-batch holds."""
+def of_rollout(
+    host: Bodies, groups: list[list[int]] | int = 3, numbers: Sequence[int] = (1, 1), rollout: int = 0, **settings: Any
+) -> tuple[list[Any], dict[str, float]]:
+    """One rollout of six samples: the passes behind the trainer's own, and what they log.
 
-    def __init__(self, args: SimpleNamespace, leak: float) -> None:
-        self.args, self.leak = args, leak
-        self.passes: list[tuple[list[list[int]], list[int]]] = []
-
-    def scored(self, groups: Sequence[Sequence[int]]) -> list[Tensor]:
-        scores = [torch.full((2,), -1.0 - i - self.leak * len(group)) for group in groups for i in group]
-        if not self.args.use_dynamic_batch_size:
-            return scores
-        placed: list[Any] = [None] * len(scores)
-        for sample, score in zip([i for group in groups for i in group], scores, strict=True):
-            placed[sample] = score
-        return placed
-
-    def compute_log_prob(
-        self, data_iterator: Any, num_microbatches: Any, store_prefix: str = "", **more: int
-    ) -> dict[str, list[Tensor]]:
-        assert more == self.args.more
-        groups = data_iterator[0].micro_batch_indices
-        self.passes.append((groups, num_microbatches))
-        return {f"{store_prefix}log_probs": self.scored(groups)}
-
-
-Trained = Callable[..., tuple[Trainer, dict[str, float]]]
-
-
-@pytest.fixture(params=["miles", "slime"])
-def trained(request: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Trained:
-    return trained_by(request.param, monkeypatch, caplog)
-
-
-def trained_by(host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Trained:
-    """What the rollout-data hook asks of a host's trainer, and logs, of one rollout of six samples."""
-    for place in ("mis", "hosts.resplit", "hosts.rollout_hooks", "hosts.tracking"):
-        monkeypatch.setattr(f"mis_plugins.{place}.current", lambda args: every_host()[host])
-
-    def train(
-        groups: list[list[int]] | int = 3, numbers: Sequence[int] = (1, 1), leak: float = 0.0, rollout: int = 0,
-        **settings: Any,
-    ) -> tuple[Trainer, dict[str, float]]:  # fmt: skip
-        numbered = {"rollout_id": rollout} if host == "miles" else {}
-        args = host_args(
-            mis={"resplit_every": 2}, use_dynamic_batch_size=isinstance(groups, list), more=numbered, **settings
-        )
-        args.use_tis = False
-        own = groups if isinstance(groups, list) else [[*range(i, i + groups)] for i in range(0, SAMPLES, groups)]
-        trainer = Trainer(args, leak)
-        data = {
-            "log_probs": trainer.scored(own), "loss_masks": [torch.tensor([1, 1])] * SAMPLES,
-            "total_lengths": [4] * SAMPLES, "response_lengths": [2] * SAMPLES,
-        }  # fmt: skip
-        called: dict[str, Any] = {"__name__": ACTOR.format(host)}
-        called["handed"] = lambda *batch: () if host == "miles" else batch
-        exec(TRAIN, called)
-        iterator = Iterator(data, None, groups) if isinstance(groups, list) else Iterator(data, groups)
-        with caplog.at_level(logging.INFO, "mis_plugins"):
-            called["train_actor"](trainer, rollout, data, mis.count_samples, args, [iterator], list(numbers))
-        told: list[Any] = [record.args for record in caplog.records if record.msg == "step %d: %s"]
-        return trainer, {name.rpartition("/")[2]: value for _, one in told for name, value in one.items()}
-
-    return train
+    groups: the samples of each micro-batch, or how many one has; `numbers`: of how many a step is made.
+    """
+    host.passes.clear()
+    host.logged.clear()
+    host.cut = (groups, [*numbers])
+    samples = [Namespace(tokens=[7, i, i], response_length=2, rollout_log_probs=[-1.0] * 2) for i in range(SAMPLES)]
+    hooks = {"use_dynamic_batch_size": isinstance(groups, list), "rollout_data_postprocess_path": HOOK}
+    data = stand_in_hosts.data_of(samples)
+    test_every_hook.trained(host, data, rollout, mis={"weight": None, "resplit_every": 2}, **hooks, **settings)
+    logged = {name.rpartition("/")[2]: value for told in host.logged for name, value in told.items()}
+    return host.passes[1:], logged
 
 
 @pytest.mark.parametrize("groups", [3, [[4, 0, 2], [1, 5, 3]]])
 def test_a_dependence_on_the_batch_is_told_and_nothing_where_there_is_none(groups: Any, trained: Trained) -> None:
-    trainer, told = trained(groups)
+    passes, told = trained(groups)
     halved = [[0, 1], [2], [3, 4], [5]] if groups == 3 else [[4, 0], [2], [1, 5], [3]]
-    assert trainer.passes == [(halved, [2, 2])]
+    assert [one[:2] for one in passes] == [(halved, [2, 2])]
     assert told == {"resplit_differs": 0, "resplit_diff_abs_mean": 0, "resplit_diff_abs_max": 0, "step": 0}
     _, told = trained(groups, leak=0.25)
     assert told["resplit_differs"] == 1
@@ -161,24 +110,24 @@ def test_a_dependence_on_the_batch_is_told_and_nothing_where_there_is_none(group
 
 
 def test_micro_batches_of_one_sample_are_joined_and_a_lone_one_is_scored_twice(trained: Trained) -> None:
-    trainer, told = trained(1, (3, 3), leak=0.25)
-    assert trainer.passes == [([[0, 1], [2], [3, 4], [5]], [2, 2])]
+    passes, told = trained(1, (3, 3), leak=0.25)
+    assert [one[:2] for one in passes] == [([[0, 1], [2], [3, 4], [5]], [2, 2])]
     assert told["resplit_differs"] == pytest.approx(4 / 6)
-    trainer, _ = trained([[3], [0, 1, 2], [4, 5]], (2, 1))
-    assert trainer.passes == [([[3], [3], [0, 1], [2], [4], [5]], [4, 2])]
+    passes, _ = trained([[3], [0, 1, 2], [4, 5]], (2, 1))
+    assert [one[:2] for one in passes] == [([[3], [3], [0, 1], [2], [4], [5]], [4, 2])]
 
 
-def test_between_the_asked_rollouts_nothing_is_computed(trained: Trained) -> None:
-    trainer, told = trained(rollout=3)
-    assert not trainer.passes and not told
-    trainer, told = trained(rollout=4, num_steps_per_rollout=2)
-    assert len(trainer.passes) == 1 and told["step"] == 8
+def test_between_the_asked_rollouts_nothing_is_computed(request: Any, trained: Trained) -> None:
+    passes, told = trained(rollout=3)
+    assert not passes and not told
+    passes, told = trained(rollout=4, num_steps_per_rollout=2)
+    assert [rollout for *_, rollout in passes] == [4 if "August" in request.node.name else None]
+    assert told["step"] == 8
 
 
 def test_one_split_is_told_and_compares_nothing(trained: Trained, caplog: pytest.LogCaptureFixture) -> None:
-    resplit.warn_once.cache_clear()
-    trainer, told = trained(1, [1] * SAMPLES)
-    assert not trainer.passes and not told
+    passes, told = trained(1, [1] * SAMPLES)
+    assert not passes and not told
     assert "no two of them that can be joined" in caplog.text
 
 
@@ -221,7 +170,7 @@ def test_the_key_without_the_hook_is_refused_by_the_hooks_that_read_it() -> None
     args = host_args(mis={"weight": {"upper": 2}, "resplit_every": 5})
     with pytest.raises(ConfigError, match=f"mis.resplit_every: 5 needs {FLAG}"):
         mis.config_in_force(args)
-    args.rollout_data_postprocess_path = "mis_plugins.mis.count_samples"
+    args.rollout_data_postprocess_path = HOOK
     assert mis.config_in_force(args).resplit_every == 5
 
 

@@ -72,6 +72,11 @@ def slime_as_documented(args: SimpleNamespace) -> None:
     hook(args, [[SimpleNamespace(rollout_log_probs=[-1.0], response_length=1)]])
 
 
+def slime_with_one_step(args: SimpleNamespace) -> None:
+    """slime then leaves the trainer's log-probs out (`can_reuse_log_probs_in_loss` in its `actor.py`)."""
+    hook(args, 3, rollout_data(ratio_batch([[1.0, 3.0]])) | {"log_probs": None})
+
+
 @pytest.mark.parametrize("call", [slime, miles, both])
 def test_the_mean_of_the_rollout_is_left_for_the_hook(call: Any):
     args = host_args(mis=ROLLOUT)
@@ -85,24 +90,16 @@ def test_the_mean_of_the_rollout_is_left_for_the_hook(call: Any):
 @pytest.mark.parametrize(
     ("call", "said"),
     [(another, "args alone, and not from Miles's train_actor, where the batch could be read; use scope: data_parallel"),
-     (slime_as_documented, r"\(args, samples\), and samples hold no trainer log-probs; use scope: data_parallel")],
+     (slime_as_documented, r"\(args, samples\), and samples hold no trainer log-probs; use scope: data_parallel"),
+     (slime_with_one_step,
+      "with one step give --get-mismatch-metrics beside --use-tis, or use the loss hook .--loss-type custom_loss "
+      "--custom-loss-function-path mis_plugins.mis.policy_loss.; or use scope: data_parallel")],
 )  # fmt: skip
 def test_what_others_hand_is_not_enough(call: Any, said: str):
     args = host_args(mis=ROLLOUT)
     with pytest.raises(InputError, match=said):
         call(args)
     assert rollout_store.ROLLOUT.held is None
-
-
-def test_slime_with_one_step_a_rollout_is_told_the_ways_out():
-    """slime then leaves the trainer's log-probs out (`can_reuse_log_probs_in_loss` in its `actor.py`)."""
-    data = rollout_data(ratio_batch([[1.0, 3.0]])) | {"log_probs": None}
-    said = (
-        "with one step give --get-mismatch-metrics beside --use-tis, or use the loss hook .--loss-type custom_loss "
-        "--custom-loss-function-path mis_plugins.mis.policy_loss.; or use scope: data_parallel"
-    )
-    with pytest.raises(InputError, match=said):
-        hook(host_args(mis=ROLLOUT), 3, data)
 
 
 @pytest.mark.parametrize("call", [miles, another, slime, slime_as_documented])

@@ -48,6 +48,18 @@ def good(**changes: Any) -> Sample:
     return replace(Sample([-0.5, -1.0]), **changes)
 
 
+def returned(*tokens: int | None) -> dict[str, list]:
+    """A sample's metadata, with SGLang's entries for tokens that the engine sampled."""
+    return {"output_token_logprobs": [None if x is None else [-0.5, x, None] for x in tokens]}
+
+
+def nucleus(*kept: list[int]) -> dict[str, Any]:
+    """What slime keeps of the tokens that each one was sampled from."""
+    offsets = [sum(map(len, kept[:i])) for i in range(len(kept) + 1)]
+    flat = torch.tensor(sum(kept, []), dtype=torch.int32)
+    return {"rollout_top_p_token_ids": flat, "rollout_top_p_token_offsets": torch.tensor(offsets, dtype=torch.int32)}
+
+
 BROKEN = {
     "missing": Sample(None),
     "empty": Sample([]),
@@ -98,7 +110,31 @@ BROKEN = {
     "no tokens": good(tokens=[]),
     "fewer tokens than the response has": good(tokens=[7], loss_mask=[1, 1]),
     "None for tokens": good(tokens=None),
-}
+    "a loss mask that agrees with the response": Sample([-0.5], loss_mask=[1, 1]),
+    "a response_length too large": good(response_length=3, loss_mask=[1, 0]),
+    "above 0, as TRL's PPO pads": Sample([-0.5, 1.0]),
+    "far above 0": Sample([1e9, -0.5]),
+    "a truth value": Sample([True, -0.5]),
+    "infinite": Sample([-0.5, math.inf]),
+    "fewer tokens than the response has, without a loss mask": good(tokens=[7]),
+    "NaN at the end of the loss mask": good(loss_mask=[1, math.nan]),
+    # Tokens that an environment changed at equal length, so that every count fits, and the log-probs are of other text.
+    "another token": good(metadata=returned(5, 7)),
+    "in another order": good(metadata=returned(6, 5)),
+    "beside a masked one": good(loss_mask=[0, 1], metadata=returned(5, 7)),
+    "an entry too few": good(metadata=returned(5)),
+    "an entry too many": good(metadata=returned(5, 6, 7)),
+    "a number for entries": good(metadata={"output_token_logprobs": 2}),
+    "outside its nucleus": good(**nucleus([5], [3, 7])),
+    "in the other's nucleus": good(**nucleus([6], [5])),
+    **{
+        f"{other} beside {name}": good(tokens=[1, 2, 5, other], **more)
+        for other in (None, "6", 6.5, 2**70)
+        for name, more in {"entries": {"metadata": returned(5, 6)}, "sets": nucleus([5], [6])}.items()
+    },
+    **{f"{entry} for an entry of SGLang": good(metadata={"output_token_logprobs": [(-0.5, 5), entry]})
+       for entry in ({"token": 5}, (-0.5,), (-0.5, None), 7)},
+}  # fmt: skip
 FINE = {
     "plain": good(),
     "a number of an array for a response_length": good(response_length=numpy.array(2)),
@@ -122,14 +158,51 @@ FINE = {
     "a part of a token in the loss mask": good(loss_mask=[0.5, 1.0]),
     "no response and no tokens": Sample(None, response_length=0, tokens=[]),
     "little above 0, by rounding": Sample([1e-3, -0.5]),
+    "the engine's own": good(metadata=returned(5, 6)),
+    "a tensor of them": good(tokens=torch.tensor([1, 2, 5, 6]), metadata=returned(5, 6)),
+    "another one outside the loss": good(loss_mask=[0, 1], metadata=returned(4, 6)),
+    "one that no engine sampled": good(metadata=returned(None, 6)),
+    "no metadata": good(metadata=None),
+    "whole numbers of an array of floats": good(tokens=numpy.array([1.0, 2, 5, 6]), metadata=returned(5, 6)),
+    "a number for no entries": Sample([], response_length=0, metadata={"output_token_logprobs": 2}),
+    "in its nucleus": good(**nucleus([5], [3, 6])),
+    "a tool's, which has no nucleus": good(loss_mask=[0, 1], **nucleus([], [6])),
+    "of a nucleus that slime refuses": good(**nucleus([5])),
+    "of offsets that do not rise": good(
+        rollout_top_p_token_ids=torch.tensor([5, 6]), rollout_top_p_token_offsets=torch.tensor([0, 3, 2])
+    ),
+    "no response, and no set": Sample([], response_length=0, metadata=returned(), **nucleus()),
+    "no response, and no offset": Sample(
+        [], response_length=0, rollout_top_p_token_ids=[], rollout_top_p_token_offsets=[]
+    ),
+    "metadata that is text": good(metadata="from the data set"),
 }
+OTHER_TOKEN = "1 of 2 response tokens are not those that the engine returned, the first at 1"
+# What the fault of a broken sample says, where log-probs, tokens and loss mask disagree: which of them is wrong.
+DETAILS = {
+    "a loss mask too long": "a loss mask of 3 for 2 response tokens and 2 rollout log-probs",
+    "an empty loss mask": "a loss mask of 0 for 2 response tokens and 2 rollout log-probs",
+    "a loss mask that agrees with the response": "1 rollout log-probs for 2 response tokens and a loss mask of 2",
+    "a response_length too large": "a response_length of 3 for 2 rollout log-probs and a loss mask of 2",
+    "three counts": "2 rollout log-probs for 4 response tokens and a loss mask of 3: no two agree",
+    "above 0, as TRL's PPO pads": "1 of 2 rollout log-probs absent: 1 in 1",
+    "far above 0": "1 of 2 rollout log-probs absent: 1e+09 in 1",
+    "a truth value": "1 of 2 rollout log-probs not finite",
+    "infinite": "1 of 2 rollout log-probs not finite",
+    "fewer tokens than the response has, without a loss mask": "1 tokens for a prompt and 2 response tokens",
+    "no token of a prompt": "2 tokens for a prompt and 2 response tokens",
+    "no response_length": "a response_length of None, which is no number of tokens",
+    "NaN at the end of the loss mask": "a loss mask with nan, where a number from 0 on should be",
+    **{name: OTHER_TOKEN for name in BROKEN if name.endswith("for an entry of SGLang")},
+}
+SAMPLES = {**BROKEN, **FINE}
 
 
-@pytest.mark.parametrize("case", {**BROKEN, **FINE})
+@pytest.mark.parametrize("case", SAMPLES)
 def test_broken_samples_alone_are_dropped_and_all_can_be_sliced_and_converted(case: str):
     """The hosts assert the count of dropped samples too, and make tensors of them."""
-    sample = replace({**BROKEN, **FINE}[case])
-    drop_broken_samples(ARGS, [[sample, good()]])
+    sample = replace(SAMPLES[case])
+    drop_broken_samples(ARGS, [[good(), sample]])
     assert sample.remove_sample == (case in BROKEN)
     assert type(sample.response_length) is int
     assert len(sample.rollout_log_probs) == sample.response_length
@@ -138,6 +211,13 @@ def test_broken_samples_alone_are_dropped_and_all_can_be_sliced_and_converted(ca
     assert sample.loss_mask is None or len(sample.loss_mask) == sample.response_length
     assert sample.loss_mask is None or (torch.as_tensor(sample.loss_mask) >= 0).all()
     assert not sample.response_length or len(sample.tokens) > sample.response_length
+
+
+@pytest.mark.parametrize("case", DETAILS)
+def test_the_fault_names_what_is_wrong_with_a_sample(case: str):
+    fault = fault_of(replace(BROKEN[case]))
+    assert fault is not None and fault.detail == DETAILS[case]
+    assert (fault.cause == "of other tokens") == (DETAILS[case] == OTHER_TOKEN)
 
 
 def test_log_probs_that_fit_are_not_touched():
@@ -236,101 +316,11 @@ def test_the_three_faults(log_probs: list, length: int, data: st.DataObject):
             assert fault.detail.startswith(f"{len(broken)} of {length} ")
 
 
-# ----------------------------------------------------------------------------------------- tokens that were changed
-
-
-def returned(*tokens: int | None) -> dict[str, list]:
-    """A sample's metadata, with SGLang's entries for tokens that the engine sampled."""
-    return {"output_token_logprobs": [None if x is None else [-0.5, x, None] for x in tokens]}
-
-
-def nucleus(*kept: list[int]) -> dict[str, Any]:
-    """What slime keeps of the tokens that each one was sampled from."""
-    offsets = [sum(map(len, kept[:i])) for i in range(len(kept) + 1)]
-    flat = torch.tensor(sum(kept, []), dtype=torch.int32)
-    return {"rollout_top_p_token_ids": flat, "rollout_top_p_token_offsets": torch.tensor(offsets, dtype=torch.int32)}
-
-
-UNCHANGED = {
-    "the engine's own": good(metadata=returned(5, 6)),
-    "a tensor of them": good(tokens=torch.tensor([1, 2, 5, 6]), metadata=returned(5, 6)),
-    "another one outside the loss": good(loss_mask=[0, 1], metadata=returned(4, 6)),
-    "one that no engine sampled": good(metadata=returned(None, 6)),
-    "no metadata": good(metadata=None),
-    "whole numbers of an array of floats": good(tokens=numpy.array([1.0, 2, 5, 6]), metadata=returned(5, 6)),
-    "a number for no entries": Sample([], response_length=0, metadata={"output_token_logprobs": 2}),
-    "in its nucleus": good(**nucleus([5], [3, 6])),
-    "a tool's, which has no nucleus": good(loss_mask=[0, 1], **nucleus([], [6])),
-    "of a nucleus that slime refuses": good(**nucleus([5])),
-    "of offsets that do not rise": good(
-        rollout_top_p_token_ids=torch.tensor([5, 6]), rollout_top_p_token_offsets=torch.tensor([0, 3, 2])
-    ),
-    "no response": Sample([], response_length=0, metadata=returned(), **nucleus()),
-    "no response, and no offset": Sample(
-        [], response_length=0, rollout_top_p_token_ids=[], rollout_top_p_token_offsets=[]
-    ),
-    "metadata that is text": good(metadata="from the data set"),
-}
-CHANGED = {
-    "another token": good(metadata=returned(5, 7)),
-    "in another order": good(metadata=returned(6, 5)),
-    "beside a masked one": good(loss_mask=[0, 1], metadata=returned(5, 7)),
-    "an entry too few": good(metadata=returned(5)),
-    "an entry too many": good(metadata=returned(5, 6, 7)),
-    "a number for entries": good(metadata={"output_token_logprobs": 2}),
-    "outside its nucleus": good(**nucleus([5], [3, 7])),
-    "in the other's nucleus": good(**nucleus([6], [5])),
-    **{
-        f"{other} beside {name}": good(tokens=[1, 2, 5, other], **more)
-        for other in (None, "6", 6.5, 2**70)
-        for name, more in {"entries": {"metadata": returned(5, 6)}, "sets": nucleus([5], [6])}.items()
-    },
-}
-
-
-@pytest.mark.parametrize("case", {**UNCHANGED, **CHANGED})
-def test_tokens_that_an_environment_changed_are_dropped(case: str):
-    """At equal length, so that every count fits, and the log-probs are those of another text."""
-    sample = replace({**UNCHANGED, **CHANGED}[case])
-    assert (fault_of(sample) is None) == (case in UNCHANGED)
-    drop_broken_samples(ARGS, [[good(), sample]])
-    assert sample.remove_sample == (case in CHANGED)
-
-
 def test_a_drafted_token_may_lie_outside_its_nucleus():
     """slime's engine accepts some from there, and keeps them in the sum that it renormalizes by."""
-    sample, changed = (replace(CHANGED[case]) for case in ("outside its nucleus", "another token"))
+    sample, changed = (replace(BROKEN[case]) for case in ("outside its nucleus", "another token"))
     drop_broken_samples(SimpleNamespace(sglang_speculative_algorithm="EAGLE"), [[sample, changed]])
     assert (sample.remove_sample, changed.remove_sample) == (False, True)
-
-
-NAMES_NONE = "1 of 2 response tokens are not those that the engine returned, the first at 1"
-TOLD: list[tuple[Sample, str]] = [
-    (good(loss_mask=[1] * 3), "a loss mask of 3 for 2 response tokens and 2 rollout log-probs"),
-    (good(loss_mask=[]), "a loss mask of 0 for 2 response tokens and 2 rollout log-probs"),
-    (Sample([-0.5], loss_mask=[1, 1]), "1 rollout log-probs for 2 response tokens and a loss mask of 2"),
-    (good(response_length=3, loss_mask=[1, 0]), "a response_length of 3 for 2 rollout log-probs and a loss mask of 2"),
-    (good(response_length=4, loss_mask=[1] * 3),
-     "2 rollout log-probs for 4 response tokens and a loss mask of 3: no two agree"),
-    # TRL's PPO pads with 1.
-    *((Sample(log_probs), f"1 of 2 rollout log-probs {said}") for log_probs, said in (
-        ([-0.5, 1.0], "absent: 1 in 1"), ([1e9, -0.5], "absent: 1e+09 in 1"), ([True, -0.5], "not finite"),
-        ([-0.5, math.inf], "not finite"))),
-    (good(tokens=[7]), "1 tokens for a prompt and 2 response tokens"),
-    (good(tokens=[5, 6]), "2 tokens for a prompt and 2 response tokens"),
-    (good(response_length=None), "a response_length of None, which is no number of tokens"),
-    (good(loss_mask=[1, math.nan]), "a loss mask with nan, where a number from 0 on should be"),
-    *((good(metadata={"output_token_logprobs": [(-0.5, 5), entry]}), NAMES_NONE)
-      for entry in ({"token": 5}, (-0.5,), (-0.5, None), 7)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("sample", "detail"), TOLD)
-def test_what_is_wrong_with_a_sample_is_told(sample: Sample, detail: str):
-    """Where log-probs, tokens and loss mask of a sample disagree, the fault names the one that is wrong."""
-    fault = fault_of(sample)
-    assert fault is not None and fault.detail == detail
-    assert (fault.cause == "of other tokens") == (detail == NAMES_NONE)
 
 
 # The samples, and what the log says of them.

@@ -16,10 +16,8 @@ from test_every_hook import LOSS, TIS, losses, trained
 from mis_plugins import mis
 
 RECORDED = json.loads((Path(__file__).parents[1] / "support" / "recorded_sessions.json").read_text())
-SHARED, ALONE = (
-    (5, 6, 6),
-    (5, 4, 2),
-)  # trained tokens of a whole rollout, whose samples share one mean, and of a sample
+# Trained tokens of a whole rollout, whose samples share one mean, and of a sample.
+SHARED, ALONE = (5, 6, 6), (5, 4, 2)
 UPPER = 2.0
 CONFIGS: list[dict[str, Any]] = [
     {"weight": {"level": "token", "bound": "truncate", "upper": UPPER}},

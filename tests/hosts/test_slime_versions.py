@@ -149,13 +149,13 @@ def test_a_number_of_another_process_is_no_ones_here(monkeypatch: pytest.MonkeyP
     ours = drawn(monkeypatch, [(1, 2)])
     theirs = Sample(5)
     theirs.tokens, theirs.response_length = [9, 4], 1
-    theirs.response_number, theirs.output_versions = ours.response_number, [1]  # type: ignore[attr-defined]
+    theirs.response_number, theirs.output_versions = ours.response_number, [1]
     assert numbering.known(ours) and not numbering.known(theirs)
     engine(monkeypatch, [(1, 1)])
     asyncio.run(mis.generate_with_versions(Namespace(), theirs, {}))
     found = {request.tokens for request in rollouts.waiting(1, -1).requests}
     assert found == {(7, 8, 0, 1), (9, 4, 1)}, "theirs begins here, with what it had"
-    assert theirs.output_versions == [1, 1]  # type: ignore[attr-defined]
+    assert theirs.output_versions == [1, 1]
 
 
 @pytest.mark.parametrize("scored", [True, False])

@@ -90,12 +90,14 @@ def test_a_step_that_the_host_repeats_was_no_whole_one():
     mis.report_step(args, 0, 0)
 
 
-def test_a_step_that_was_reported_is_not_judged_again():
+@pytest.mark.parametrize("follows", [lambda args: mis.report_step(args, 1, 0), lambda args: mis.RECORDER.at_exit()])
+def test_a_step_that_was_reported_is_not_judged_again(follows: Callable[[Any], None], caplog: pytest.LogCaptureFixture):
     args = Namespace(**ASKED)
     mis.report_step(args, 0, 0)
     corrected_once()
     mis.report_last_step(args)  # as slime calls it after each update of weights
-    mis.report_step(args, 1, 0)
+    follows(args)
+    assert not caplog.records
 
 
 ROLLOUT = {"loss_masks": [torch.ones(2)]}
@@ -126,14 +128,6 @@ def test_an_exit_says_nothing_of_what_is_corrected_or_asks_for_nothing(
     ended: str, settings: dict, corrects: bool, caplog: pytest.LogCaptureFixture
 ):
     assert not told_at_exit(ended, Namespace(**ASKED | settings), caplog, corrects)
-
-
-def test_an_exit_leaves_a_reported_step_alone(caplog: pytest.LogCaptureFixture):
-    mis.report_step(Namespace(**ASKED), 0, 0)
-    corrected_once()
-    mis.report_last_step(Namespace(**ASKED))
-    mis.RECORDER.at_exit()
-    assert not caplog.records
 
 
 def test_an_exit_that_finds_no_groups_remembers_the_stage(

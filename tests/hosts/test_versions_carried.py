@@ -4,7 +4,6 @@ The hosts are made from the table of needs; `scripts/run-in-host.sh rows miles-f
 their own loops.
 """
 
-import gc
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import rollout_process
 import stand_in_hosts
 import torch
+from rollout_process import Sample, drawn, finish
 from stand_in_hosts import LAYOUTS, VOCABULARY, Bodies
 from test_every_hook import LOSS, arguments
 
@@ -30,7 +30,6 @@ from mis_plugins.versions.spans import Request
 
 pytestmark = pytest.mark.usefixtures("numbering")
 
-PROMPT = [7, 6]
 NOT_THERE = "not called by the init of the trainer on Megatron; give it there, with"
 
 
@@ -60,20 +59,6 @@ def carried(host: Bodies, settings: dict[str, Any] | None = None, **segment_wise
     return trainer_of(host, args), Carrying(Trainer(current(args)))
 
 
-def drawn(own: Numbering, versions: Sequence[int], index: int = 0) -> Any:
-    """A sample whose token i these versions wrote."""
-    sample = Namespace(index=index)
-    number, tokens = own.begin(sample, PROMPT), list(range(len(versions)))
-    finish(sample, tokens, versions)
-    own.shelf.say(number, 0, tokens, versions)
-    return sample
-
-
-def finish(sample: Any, tokens: Sequence[int], versions: Sequence[int]) -> None:
-    sample.tokens, sample.response_length = [*PROMPT, *tokens], len(tokens)
-    sample.output_versions, sample.rollout_log_probs = list(versions), [-1.0] * len(tokens)
-
-
 def rollout(host: Bodies, own: Numbering, *samples: Any) -> dict[str, Any]:
     indices = [sample.index for sample in samples]
     notes = {host.layout.needs.notes: own.noted(samples, scored=True), "sample_indices": indices}
@@ -89,8 +74,8 @@ def log_probs(tokens: Sequence[int], versions: Sequence[int]) -> list[float]:
 def test_every_token_is_scored_by_the_version_after_its_own(host: Bodies, numbering: Numbering) -> None:
     """A response that three versions write: it runs while the trainer scores, and travels the last time."""
     actor, kept = carried(host)
-    held, written = Namespace(index=1), list[int]()
-    number = numbering.begin(held, PROMPT)
+    held, written = Sample(1), list[int]()
+    number = numbering.begin(held, held.prompt)
     for version in (1, 2, 3):
         actor.version = version
         kept.before_training(actor, version, rollout(host, numbering, drawn(numbering, [version])))
@@ -99,7 +84,6 @@ def test_every_token_is_scored_by_the_version_after_its_own(host: Bodies, number
     finish(held, range(6), written)
     before, data = (rollout(host, numbering, one) for one in (drawn(numbering, [3]), held))
     del held
-    gc.collect()
     for version, trained in ((4, before), (5, data)):
         actor.version = version
         kept.before_training(actor, version, trained)
@@ -117,9 +101,9 @@ def test_a_rollout_that_is_repeated_is_not_scored_again(host: Bodies, numbering:
     data = rollout(host, numbering, drawn(numbering, [2]))
     for _ in range(2):
         kept.before_training(actor, 0, data := dict(data))
-    assert host.passes == 1 and kept.of(data).version == 2
+    assert len(host.passes) == 1 and kept.of(data).version == 2
     kept.before_training(actor, 1, rollout(host, numbering, drawn(numbering, [2])))  # at the weights of before
-    assert host.passes == 1 and waiting is not None
+    assert len(host.passes) == 1 and waiting is not None
 
 
 def test_a_repeated_rollout_trains_with_the_columns_of_its_own_samples(host: Bodies, numbering: Numbering) -> None:
@@ -166,7 +150,7 @@ def test_nothing_is_scored_or_dropped_that_no_weight_reads(
     actor, kept = carried(host, settings, **config)
     waiting, actor.version = drawn(numbering, [1]), 4
     kept.before_training(actor, 0, data := rollout(host, numbering, drawn(numbering, [1, 3])))
-    assert host.passes == 0 and kept.of(data).version == 4 and waiting is not None
+    assert len(host.passes) == 0 and kept.of(data).version == 4 and waiting is not None
     assert data["loss_masks"][0].tolist() == [1, 1]
 
 

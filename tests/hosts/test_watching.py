@@ -43,6 +43,11 @@ def loss_of(args: Namespace) -> Outcome:
     return drive(args, step.batch(), torch.cat(step.rows("target")))
 
 
+def watches(args: Namespace) -> bool:
+    """Whether the loss is the host's own."""
+    return same_bytes(loss_of(args).loss, call(random_step(0)).loss)
+
+
 @pytest.mark.parametrize("keys", CORRECTING)
 def test_the_hosts_loss_is_left_where_a_file_or_a_flag_says_that_the_run_watches(keys: dict, tmp_path: Path):
     plain = call(random_step(0))
@@ -51,7 +56,7 @@ def test_the_hosts_loss_is_left_where_a_file_or_a_flag_says_that_the_run_watches
     assert "mis_k3_kl" in watched.metrics.keys()
     assert_same(loss_of(from_file(tmp_path / "flag.yaml", keys, get_mismatch_metrics=True)), plain)
     assert_same(loss_of(from_file(tmp_path / "said.yaml", keys | {"get_mismatch_metrics": True})), plain)
-    assert not same_bytes(loss_of(from_file(tmp_path / "on.yaml", keys)).loss, plain.loss)
+    assert not watches(from_file(tmp_path / "on.yaml", keys))
 
 
 @pytest.mark.parametrize("keys", [NESTED, FLAT, MORE])
@@ -112,19 +117,9 @@ def test_a_file_that_this_worker_cannot_read_is_refused(tmp_path: Path):
     ):
         loss_of(args)
     args.use_tis = True
-    assert not same_bytes(loss_of(args).loss, call(random_step(0)).loss)
+    assert not watches(args)
     args.use_tis, args.get_mismatch_metrics = False, True
     assert_same(loss_of(args), call(random_step(0)))
-    nothing_read = Namespace(**vars(flags(custom_config_path=str(tmp_path / "gone.yaml"))))
-    with pytest.raises(ConfigError, match=r"node .* cannot read .*gone\.yaml"):
-        loss_of(nothing_read)
-
-
-def test_a_file_that_has_changed_is_refused(tmp_path: Path):
-    args = from_file(tmp_path / "mis.yaml", NESTED)
-    from_file(tmp_path / "mis.yaml", {"mis": {"weight": {"upper": 3}}, "use_tis": False})
-    with pytest.raises(ConfigError, match=r"mis\.yaml: mis has changed since the job read the file"):
-        loss_of(args)
 
 
 def test_a_file_is_read_once_a_job(tmp_path: Path):
@@ -136,36 +131,49 @@ def test_a_file_is_read_once_a_job(tmp_path: Path):
     assert_same(loss_of(args), plain)
 
 
-@pytest.mark.parametrize(("said", "watches"), [({"use_tis": False}, True), ({}, False)])
-def test_miles_takes_the_file_itself_in_base64(said: dict, watches: bool):
+@pytest.mark.parametrize(("said", "is_left"), [({"use_tis": False}, True), ({}, False)])
+def test_miles_takes_the_file_itself_in_base64(said: dict, is_left: bool):
     payload = base64.b64encode(yaml.safe_dump(NESTED | said).encode()).decode()
     args = flags(custom_config_path=f"base64:{payload}", n_samples_per_prompt=2)
     merge_custom_config(args, args.custom_config_path)
     assert args.mis == NESTED["mis"]
-    assert same_bytes(loss_of(args).loss, call(random_step(0)).loss) == watches
+    assert watches(args) == is_left
 
 
-def test_what_is_no_base64_is_refused():
-    args = flags(custom_config_path="base64:mis.yaml", **NESTED)
-    with pytest.raises(ConfigError, match=r"^base64:mis\.yaml: base64: no base64 behind it"):
-        loss_of(args)
-
-
-@pytest.mark.parametrize(("backend", "watches"), [("fsdp", True), ("megatron", False)])
-def test_miles_on_fsdp_has_a_file_of_its_own(backend: str, watches: bool, tmp_path: Path):
+@pytest.mark.parametrize(("backend", "is_left"), [("fsdp", True), ("megatron", False)])
+def test_miles_on_fsdp_has_a_file_of_its_own(backend: str, is_left: bool, tmp_path: Path):
     """`--config` sets defaults there, which the command line overrides; elsewhere it is nobody's word."""
     (tmp_path / "fsdp.yaml").write_text("use_tis: false\nlr: 1.0e-6\n")
     args = flags(config=str(tmp_path / "fsdp.yaml"), train_backend=backend, lr=2e-6, **NESTED)
-    assert same_bytes(loss_of(args).loss, call(random_step(0)).loss) == watches
+    assert watches(args) == is_left
 
 
-def test_flat_keys_that_nothing_reads_are_refused(tmp_path: Path):
-    """Without a `tis_upper_bound` nobody reads them, and the loss hook would correct nothing."""
-    by_flag = flags(use_rs=True, rs_veto_threshold=1e-4)
-    by_file = from_file(tmp_path / "mis.yaml", {"tis_level": "token"})
-    for args, said in ((by_flag, "use_rs, rs_veto_threshold"), (by_file, "tis_level")):
-        with pytest.raises(ConfigError, match=f"^{said}: no effect without a tis_upper_bound"):
-            loss_of(args)
+def changed(folder: Path) -> Namespace:
+    """Arguments of a file that was another when the job read it."""
+    args = from_file(folder / "mis.yaml", NESTED)
+    from_file(folder / "mis.yaml", {"mis": {"weight": {"upper": 3}}, "use_tis": False})
+    return args
+
+
+# Without a `tis_upper_bound` nobody reads flat keys, and the loss hook would correct nothing.
+REFUSED: dict[str, tuple[Callable[[Path], Namespace], str]] = {
+    "a file that has changed": (changed, r"mis\.yaml: mis has changed since the job read the file"),
+    "no base64": (lambda folder: flags(custom_config_path="base64:mis.yaml", **NESTED),
+                  r"^base64:mis\.yaml: base64: no base64 behind it"),
+    "no file, which nobody read": (lambda folder: flags(custom_config_path=str(folder / "gone.yaml")),
+                                   r"node .* cannot read .*gone\.yaml"),
+    "flat keys by flag": (lambda folder: flags(use_rs=True, rs_veto_threshold=1e-4),
+                          "^use_rs, rs_veto_threshold: no effect without a tis_upper_bound"),
+    "flat keys in a file": (lambda folder: from_file(folder / "mis.yaml", {"tis_level": "token"}),
+                            "^tis_level: no effect without a tis_upper_bound"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_may_not_be_what_the_user_said_is_refused(case: str, tmp_path: Path):
+    make, said = REFUSED[case]
+    with pytest.raises(ConfigError, match=said):
+        loss_of(make(tmp_path))
 
 
 def test_the_mean_of_a_rollout_has_no_effect_where_the_loss_hook_watches(tmp_path: Path):

@@ -5,12 +5,13 @@ import inspect
 import itertools
 import threading
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import stand_in_hosts
 import stand_ins
 
 from mis_plugins import mis
@@ -21,15 +22,33 @@ from mis_plugins.hosts.versions.rollouts import Numbering
 class Sample:
     """A sample as a host begins it, and slime's way to write tokens on it."""
 
+    output_versions: list[int]
+    response_number: int
+
     def __init__(self, index: int = 0) -> None:
         self.index, self.prompt, self.multimodal_inputs = index, (7, 8), None
         self.tokens: list[int] = []
-        self.response_length, self.rollout_log_probs, self.weight_versions = 0, [], []
+        self.response_length, self.rollout_log_probs, self.weight_versions = 0, list[float](), list[Any]()
 
     def append_response_tokens(self, args: Any, *, tokens: Any, log_probs: Any, meta_info: Any) -> None:
         self.tokens += tokens
         self.response_length += len(tokens)
         self.rollout_log_probs += log_probs
+
+
+def drawn(own: Numbering, versions: Sequence[int], index: int = 0) -> Sample:
+    """A sample whose tokens are 0, 1, 2, ..., and were written by these versions."""
+    sample, tokens = Sample(index), list(range(len(versions)))
+    number = own.begin(sample, sample.prompt)
+    finish(sample, tokens, versions)
+    own.shelf.say(number, 0, tokens, versions)
+    return sample
+
+
+def finish(sample: Sample, tokens: Sequence[int], versions: Sequence[int]) -> None:
+    """Write a whole response on a sample, as a generate function leaves it."""
+    sample.tokens, sample.response_length = [*sample.prompt, *tokens], len(tokens)
+    sample.output_versions, sample.rollout_log_probs = list(versions), [-1.0] * len(tokens)
 
 
 async def streamed(
@@ -66,6 +85,15 @@ def generated(args: Any, sample: Any, evaluation: bool = False) -> Any:
 
 
 ROUTER = {"sglang_router_ip": "127.0.0.1", "sglang_router_port": 1}
+
+
+def generated_by_miles(
+    monkeypatch: pytest.MonkeyPatch, stream: Callable[[Any], AsyncIterator[Any]], index: int = 0, **args: Any
+) -> Any:
+    """The sample that our generate function makes inside Miles, of an engine that answers a payload by this stream."""
+    monkeypatch.setattr(generate, "_stream", lambda url, payload, headers: stream(payload))
+    stand_in_hosts.load(stand_in_hosts.LAYOUTS["August"], monkeypatch)
+    return generated(Namespace(**ROUTER, **args), Sample(index)).samples
 
 
 class Remote:

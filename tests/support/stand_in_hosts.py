@@ -86,7 +86,8 @@ class Bodies:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.logged: list[Mapping[str, float]] = []
-        self.passes = 0
+        self.passes: list[tuple[list[list[int]], list[int], int | None]] = []
+        self.cut: tuple[int | list[list[int]], list[int]] | None = None
         alone = Namespace(size=1, rank=0, group=None)
         self.state = Namespace(
             cp=alone, tp=alone, effective_dp=alone, vpp_size=1, microbatch_group_size_per_vp_stage=None
@@ -189,21 +190,24 @@ class Bodies:
 
     def log_prob_pass(self, actor: Any, data_iterator: Any, num_microbatches: Any, store_prefix: str,
                       rollout_id: Any = None) -> dict[str, list[Tensor]]:  # fmt: skip
-        """Log-probs under the trainer's weights, in the order of the samples, times 1 plus `leak` a neighbour."""
-        iterator = data_iterator[0]
-        self.passes += 1
-        data, rows = iterator.rollout_data, {}
-        for group in iterator.micro_batch_indices:
+        """Log-probs under the trainer's weights, plus `leak` a neighbour; dynamic batches have the samples' order."""
+        iterator, rows = data_iterator[0], list[tuple[int, Tensor]]()
+        self.passes.append((iterator.groups, num_microbatches, rollout_id))
+        data = iterator.rollout_data
+        for group in iterator.groups:
             for i in group:
                 logits = (actor.logits * actor.version).expand(data["total_lengths"][i], -1)
                 n = data["response_lengths"][i]
                 found = self._scored(logits[-n - 1 : -1], data["tokens"][i][-n:])[0]
-                rows[i] = found + getattr(actor, "leak", 0.0) * (len(group) - 1)
-        return {f"{store_prefix}log_probs": [rows[i] for i in sorted(rows)]}
+                rows.append((i, found + getattr(actor, "leak", 0.0) * (len(group) - 1)))
+        ordered = sorted(dict(rows).items()) if actor.args.use_dynamic_batch_size else rows
+        return {f"{store_prefix}log_probs": [row for _, row in ordered]}
 
     def micro_batches(self, actor: Any, data: Data) -> tuple[list[Any], list[int]]:
-        groups = [[0, 1], list(range(2, len(data["tokens"])))]
-        return [self.iterator(data, groups)], [len(groups)]
+        """An iterator, and how many micro-batches each step has: two of one step, unless a test says how to cut."""
+        groups, numbers = self.cut or ([[0, 1], [*range(2, len(data["tokens"]))]], [2])
+        given = (groups, None) if isinstance(groups, int) else (None, groups)
+        return [self.iterator(data, *given)], numbers
 
     def train_actor(self, actor: Any, rollout_id: int, data: Data, iterators: list[Any], numbers: list[int]) -> Any:
         """Log-probs, the rollout-data hook, the step hook, and a loss a micro-batch: losses and what they told.
@@ -228,7 +232,7 @@ class Bodies:
         )
         found = getattr(self.layout.needs, "get_batch", None)
         get_batch = self.get_batch if found is None else found.get()
-        for group in iterators[0].micro_batch_indices:
+        for group in iterators[0].groups:
             iterators[0].group = group
             batch = get_batch(iterators[0], keys)
             logits = torch.cat([(actor.logits * actor.version).expand(n, -1) for n in batch["total_lengths"]])[None]
@@ -241,8 +245,16 @@ class Bodies:
         return {key: None if rows is None else [rows[i] for i in group] for key, rows in named.items()}
 
     class iterator:
-        def __init__(self, rollout_data: Data, micro_batch_indices: Any) -> None:
-            self.rollout_data, self.micro_batch_indices = rollout_data, micro_batch_indices
+        def __init__(self, rollout_data: Data, micro_batch_size: Any = None, micro_batch_indices: Any = None) -> None:
+            self.rollout_data, self.micro_batch_size = rollout_data, micro_batch_size
+            self.micro_batch_indices = micro_batch_indices
+
+        @property
+        def groups(self) -> list[list[int]]:
+            """The samples of each micro-batch."""
+            samples = [*range(len(self.rollout_data["tokens"]))]
+            size = self.micro_batch_size
+            return self.micro_batch_indices or [samples[i : i + size] for i in samples[::size]]
 
     # -------------------------------------------------------------------------------------------------- the rollouts
 

@@ -30,13 +30,11 @@ from test_loss_hook import (
     assert_loss_and_gradient,
     assert_same,
     assert_same_sums,
-    embedded_batch,
     embedded_outcome,
     every_two,
     flags,
     hosts,  # noqa: F401
     in_a_step,
-    outcome_of,
     random_step,
     reducer,
 )
@@ -189,11 +187,16 @@ def questions() -> Iterator[Question]:
         yield Question({**correction, **opsm, "objective": objective, "metrics": "none"}, spec, next(kl))
 
 
+def decided(question: Question) -> ExpectedAged:
+    """The first random micro-batch of which rules and OPSM each drop a part, and of which no token is near a bound."""
+    candidates = (ExpectedAged(aged(random_step(seed), seed), question) for seed in itertools.count())
+    return next(e for e in candidates if e.margin > DECISION and e.decides)
+
+
 @pytest.mark.parametrize("question", list(questions()), ids=str)
 def test_composition(question: Question):
     """Only the weight and PPO's ratio look at pi_{v+1}: rules and OPSM look at pi_old and pi_theta."""
-    candidates = (ExpectedAged(aged(random_step(seed), seed), question) for seed in itertools.count())
-    expected = next(e for e in candidates if e.margin > DECISION and e.decides)
+    expected = decided(question)
     found = call(expected.step, question.mis, **question.settings)
     assert_loss_and_gradient(found, expected)
 
@@ -202,8 +205,7 @@ def test_composition(question: Question):
 def test_metrics_are_the_oracles(mis_config: dict):
     """Those of the weights look at pi_{v+1}, all others at pi_old; extremes and ESS of the micro-batch too."""
     question = Question(mis_config | {"metrics": "full"})
-    candidates = (ExpectedAged(aged(random_step(seed), seed), question) for seed in itertools.count())
-    expected = next(e for e in candidates if e.margin > DECISION and e.decides)
+    expected = decided(question)
     lengths = [len(x.mask) for x in expected.step.responses]
     args, batch = flags(mis=question.mis), expected.step.batch()
     config = loss_hook.config_in_force(args, reading.from_args(args), current(args), versions_known=True)
@@ -329,8 +331,6 @@ def test_areals_names_that_cannot_work(flat: dict, message: str):
 
 
 FLAT = {"tis_upper_bound": 2.0}
-
-
 TOKEN, ON_NOTHING = {"weight": {"level": "token"}}, {"segment_wise": {}}
 NO_VERSIONS = {"output_versions": None, "proximal_version": None, "recomputed_log_probs": None}
 KNOWN = r"output_versions: none here, and proximal_version: 7 says .*hand it on with every micro-batch"
@@ -564,28 +564,3 @@ def rank_outcome(args: Namespace, step: Aged, cp: int) -> dict[str, Any]:
     ages = recorded.over_ranks().ages
     assert ages is not None
     return found | {"ages": weight_metrics(ages)}
-
-
-@pytest.mark.parametrize("config", [{"segment_wise": {"weight_cap": 1.2}}, {"weight": {"upper": 1.2}}])
-def test_data_parallel_ranks_decide_alike(config: dict, tmp_path: Path):
-    """The samples of one rank came without versions: it says so, and takes no other weights than its neighbour."""
-    step = aged(random_step(11, (9, 1, 20, 13, 6)), 11)
-    args = flags(mis=config, rollout_temperature=1.0, true_on_policy=False)
-    first, second = run_ranks(2, 1, lambda rank: data_parallel_outcome(args, step, rank), tmp_path)
-    assert first["segment_wise"] and "error" not in first
-    assert second["error"].startswith("output_versions: none here, and proximal_version: 7 says")
-    assert not second["segment_wise"]
-
-
-def data_parallel_outcome(args: Namespace, step: Aged, rank: int) -> dict[str, Any]:
-    """What was raised, and whether segment-wise weights were recorded."""
-    mis.report_step(args, 0, 0)
-    layout, batch = embedded_batch(step, 0, 1)
-    if rank == 1:
-        batch = dataclasses.replace(batch, data={**batch.data, "output_versions": None, "recomputed_log_probs": None})
-    found: dict[str, Any] = {}
-    try:
-        outcome_of(args, layout, batch)
-    except InputError as error:
-        found["error"] = str(error)
-    return found | {"segment_wise": [c.segment_wise_on for c in mis.RECORDER.pending] == [True]}
