@@ -955,7 +955,7 @@ def both_recorded(model: Path, folder: Path, dtype: str = "fp32", order: NormOrd
     ("family", "dtype", "order", "rows"),
     [
         *((family, "fp32", None, 3 * 14 + 5) for family in ("tiny-llama", "tiny-qwen2.5")),  # without two of the norms
-        ("tiny-qwen3-moe", "bf16", ORDERS["sglang"], 3 * 11 + 5),  # experts are no part of the table
+        ("tiny-qwen3-moe", "bf16", ORDERS["sglang"], 3 * 12 + 5),  # without the four inside an MLP
     ],
 )
 def test_other_families_are_paired_too(family: str, dtype: str, order: NormOrder | None, rows: int, tmp_path: Path):
