@@ -932,13 +932,6 @@ def test_a_batch_of_three_on_stock_kernels_first_differs_in_a_linear(tiny_fp32: 
     assert found.counts["missing in A"] == found.counts["missing in B"] == 0
 
 
-def test_a_batch_of_three_on_pinned_kernels_is_equal(tiny_fp32: Path, tmp_path: Path):
-    model = HuggingFace(tiny_fp32, "fp32")
-    with pinned(Contract()):
-        alone, batch = (recorded(model, tmp_path / str(len(ids)), ids) for ids in (IDS[:1], IDS))
-    assert diff(alone, batch) == EQUAL
-
-
 def both_recorded(model: Path, folder: Path, dtype: str = "fp32", order: NormOrder | None = None) -> Megatron:
     """Record the first sequence of both trainers on pinned kernels, in `hf` and in `megatron`."""
     hf, megatron = HuggingFace(model, dtype, order), Megatron(model, dtype, order)
