@@ -20,7 +20,7 @@ import pytest
 import torch
 import triton_interpreter  # noqa: F401  (before anything imports triton)
 import yaml
-from commands import ConfigCommand
+from commands import ConfigCommand, ProofCommand
 from process_groups import destroy_process_groups
 from stand_ins import write  # noqa: F401  (a fixture)
 
@@ -126,6 +126,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.bfloat16, seed=0)
 
 
+@pytest.fixture(scope="session")
+def tiny_fp32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a checkpoint in float32."""
+    from true_on_policy.models.tiny import checkpoint
+
+    return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny-fp32"), torch.float32, seed=0)
+
+
 @pytest.fixture
 def said_once(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What is warned of once a process: the settings. The step report speaks of the data, and warns each time."""
@@ -141,6 +149,22 @@ def config_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Config
         file = tmp_path / "my config.yaml"
         file.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
         assert main(["config", command, str(file), *options]) == code
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def proof_command(capsys: pytest.CaptureFixture[str]) -> ProofCommand:
+    """Run `python -m true_on_policy WORDS` in this process; what it printed, and it ended with `code`."""
+    from true_on_policy.__main__ import main as proof
+
+    def run(*words: object, code: int = 0):
+        try:
+            ended = proof([*map(str, words)])
+        except SystemExit as stopped:
+            ended = stopped.code
+        assert ended == code
         return capsys.readouterr()
 
     return run

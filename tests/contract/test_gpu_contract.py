@@ -1,13 +1,10 @@
 """The GPU contract as data: choices, layouts, environment, and how it is printed."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from commands import ProofCommand, ran
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.gpu import (
     CHOICES,
@@ -169,9 +166,8 @@ def test_the_environment_is_checked_name_by_name() -> None:
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 @pytest.mark.parametrize("name", GPU_FAMILIES)
-def test_show_prints_every_row(name: str, backend: str, capsys: pytest.CaptureFixture) -> None:
-    assert main(["contract", "show", name, "--backend", backend]) == 0
-    printed = capsys.readouterr().out
+def test_show_prints_every_row(name: str, backend: str, proof_command: ProofCommand) -> None:
+    printed = proof_command("contract", "show", name, "--backend", backend).out
     contract = gpu_contract(name, backend)
     for row in contract.operations:
         assert row.name in printed and row.engine in printed
@@ -222,12 +218,11 @@ def test_norms_round_as_hugging_faces_do_on_the_trainers_dtypes(name: str, given
     assert equal == [words]
 
 
-def test_show_refuses_a_family_with_exit_2(capsys: pytest.CaptureFixture) -> None:
-    assert main(["contract", "show", "qwen3-moe"]) == 2
-    assert "not covered" in capsys.readouterr().err
+def test_show_refuses_a_family_with_exit_2(proof_command: ProofCommand) -> None:
+    assert "not covered" in proof_command("contract", "show", "qwen3-moe", code=2).err
 
 
 def test_the_contract_imports_no_torch() -> None:
     """It is printed on machines that only launch."""
     code = "import sys, true_on_policy.contract.gpu, true_on_policy.flags.command; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert ran("-c", code).returncode == 0

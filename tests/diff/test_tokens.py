@@ -10,11 +10,11 @@ from typing import Any, cast
 import hypothesis.strategies as st
 import pytest
 import torch
+from commands import ProofCommand
 from hypothesis import given, settings
 from torch import Tensor, nn
 
 from mis_plugins.shared.budget import RecordError
-from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.diff.command import show
 from true_on_policy.diff.log_prob_record import LogProbRecord
@@ -24,7 +24,6 @@ from true_on_policy.diff.records import Entry, Key, Recording, numbered
 from true_on_policy.diff.tensors import DIFFERENT, EQUAL, NOT_COMPARABLE, Report
 from true_on_policy.diff.tokens import compare_by_token
 from true_on_policy.kernels.pin import pinned
-from true_on_policy.models.tiny import checkpoint
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 
@@ -306,10 +305,9 @@ class Wrapper(nn.Module):
         return self.module(*inputs, **named)
 
 
-def test_real_models_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_real_models_from_files(tiny_fp32: Path, tmp_path: Path, proof_command: ProofCommand):
     """Hugging Face's padded batch against Megatron's pack, in another order of sequences."""
-    qwen = checkpoint("tiny-qwen3", tmp_path / "qwen", torch.float32, seed=0)
-    hf, megatron = HuggingFace(qwen, "fp32"), Megatron(qwen, "fp32")
+    hf, megatron = HuggingFace(tiny_fp32, "fp32"), Megatron(tiny_fp32, "fp32")
     whole = [[5, 6, 7, 8, 9], [10, 11], [5, 6, 12]]
     ids, present = torch.zeros(3, 5).long(), torch.zeros(3, 5).long()
     for line, sequence in enumerate(whole):
@@ -321,10 +319,8 @@ def test_real_models_from_files(tmp_path: Path, capsys: pytest.CaptureFixture[st
         megatron.model = cast(Any, Wrapper(Wrapper(megatron.model)))
         with record(megatron.model, tmp_path / "megatron") as recorder:
             megatron.logits(whole[::-1])
-    command = ["diff", str(tmp_path / "hf"), str(tmp_path / "megatron"), "--model", str(qwen), "--by-token"]
-    assert main(command) == EQUAL
-    assert "pairs of tokens           10" in capsys.readouterr().out
+    words = ["diff", tmp_path / "hf", tmp_path / "megatron", "--model", tiny_fp32, "--by-token"]
+    assert "pairs of tokens           10" in proof_command(*words, code=EQUAL).out
     # A record of log-probs says itself which token is which.
     recorder.log_probs(LogProbRecord.from_sequences([[9]], [[-0.5]]))
-    assert main(command) == NOT_COMPARABLE
-    assert "log_probs            missing in A" in capsys.readouterr().out
+    assert "log_probs            missing in A" in proof_command(*words, code=NOT_COMPARABLE).out

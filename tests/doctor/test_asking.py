@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from commands import ProofCommand
 from hostile import Script, answering, endless, ok, said, slow
 
 from true_on_policy.__main__ import main
@@ -87,13 +88,11 @@ def test_chunks_are_read_and_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) 
     ["file:///etc/hosts", "ftp://127.0.0.1", "127.0.0.1:80", "http://", "http:///x", "http://h:99999", "http://h:x",
      "http://[::1", "http://user:word@h", "http://h?x", "http://h#x", "http://h h", "http://h\n", "http://\u0430"],
 )  # fmt: skip
-@pytest.mark.parametrize("command", ["doctor", "weights"])
+@pytest.mark.parametrize("words", [("doctor",), ("weights", "--trainer", "/")], ids=lambda words: words[0])
 def test_a_url_that_is_no_servers_is_refused_with_its_words(
-    command: str, url: str, capsys: pytest.CaptureFixture
+    words: tuple[str, ...], url: str, proof_command: ProofCommand
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([command, "--engine", url, *(["--trainer", "/"] if command == "weights" else [])])
-    assert f"got {url!r}; give http://HOST:PORT" in capsys.readouterr().err
+    assert f"got {url!r}; give http://HOST:PORT" in proof_command(*words, "--engine", url, code=2).err
 
 
 def test_the_users_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

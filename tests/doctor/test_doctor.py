@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import ran
+from commands import ProofCommand, ran
 from replay import RECORDED, replayed
 from stand_ins import FLASH_ATTENTION, Write, deep_gemm_source
 from test_settings import HOST
@@ -180,8 +180,8 @@ def in_bf16(answers: list) -> list:
     ]  # fmt: skip
 
 
-def diagnosed(folder: Path, sides: dict[str, Observation]) -> int:
-    """The exit code beside an engine that answers; every rank of both sides has written what is in `sides`."""
+def diagnosed(folder: Path, sides: dict[str, Observation], proof_command: ProofCommand) -> str:
+    """What is printed beside an engine that answers; every rank of both sides has written what is in `sides`."""
     contract = CONTRACTS["megatron"]
     inside = {name: value for name, value in sides["engine"].settings.items() if name not in OVER_HTTP}
     with replayed("pinned", ON_GPUS, answers=in_bf16(RECORDED["pinned"]["generate"])) as url:
@@ -192,23 +192,19 @@ def diagnosed(folder: Path, sides: dict[str, Observation]) -> int:
                 folder / "engine-1.json",
                 Dump(of_engine, replace(sides["engine"], settings=inside | {"SGLang": "0.5.23"}), None),
             )
-        arguments = ["--engine", url, "--trainer-dump", str(folder), "--engine-dump", str(folder)]
-        return main(["doctor", *arguments])
+        return proof_command("doctor", "--engine", url, "--trainer-dump", folder, "--engine-dump", folder).out
 
 
-def test_both_sides_seen_and_as_the_contract_wants_them_are_0(tmp_path: Path, capsys) -> None:
+def test_both_sides_as_the_contract_wants_them_are_0_and_one_rank_with_another_environment_is_red(
+    tmp_path: Path, proof_command: ProofCommand
+) -> None:
     """GPU readings are the contract's own words; the engine's answers are those of a real one."""
-    assert diagnosed(tmp_path, healthy(CONTRACTS["megatron"])) == 0
-    assert " 0 red, 0 not seen" in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_one_rank_with_another_environment_is_red(tmp_path: Path, capsys) -> None:
     sides = healthy(CONTRACTS["megatron"])
-    assert diagnosed(tmp_path, sides) == 0
+    assert " 0 red, 0 not seen" in diagnosed(tmp_path, sides, proof_command).splitlines()[-1]
     other = replace(sides["trainer"], settings={**sides["trainer"].settings, "torch": "2.0"})
     write_dump(tmp_path / "trainer.json", Dump(Process(1, 2), other, CONTRACTS["megatron"]))
-    assert main(["doctor", "--trainer-dump", str(tmp_path)]) == 1
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("red")]
+    printed = proof_command("doctor", "--trainer-dump", tmp_path, code=1).out
+    (row,) = [line for line in printed.splitlines() if line.startswith("red")]
     assert row.split()[1] == "torch" and "shown on rank 0; 2.0 on rank 1" in row
     assert row.endswith("the same on every rank")
 
@@ -237,12 +233,11 @@ def test_how_a_value_was_seen_stands_in_its_row() -> None:
     assert rows["temperature"].how == "observed"
 
 
-def test_a_recorded_engine_and_a_file_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_recorded_engine_and_a_file_stand_side_by_side(tmp_path: Path, proof_command: ProofCommand) -> None:
     file = tmp_path / "trainer.json"
     dump(file, CONTRACTS["fsdp"], Namespace(**vars(HOST) | {"recompute_logprobs_via_prefill": False}))
     with replayed("stock") as url:
-        assert main(["doctor", "--engine", url, "--trainer-dump", str(file)]) == 1
-    lines = capsys.readouterr().out.splitlines()
+        lines = proof_command("doctor", "--engine", url, "--trainer-dump", file, code=1).out.splitlines()
     row = next(line for line in lines if ALONE in line)
     assert row.startswith("red") and "13 of 16 log-probs differ" in row
     assert row.endswith("--sglang-enable-deterministic-inference")
@@ -256,11 +251,10 @@ def test_a_recorded_engine_and_a_file_stand_side_by_side(tmp_path: Path, capsys:
     assert lines[-1].endswith("not seen")
 
 
-def test_an_engine_that_is_gone_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_an_engine_that_is_gone_is_told(tmp_path: Path, proof_command: ProofCommand) -> None:
     dump(tmp_path / "trainer.json", CONTRACTS["fsdp"], HOST)
     url = f"http://127.0.0.1:{free_port()}"
-    assert main(["doctor", "--engine", url, "--trainer-dump", str(tmp_path / "trainer.json")]) == 1
-    out = capsys.readouterr().out
+    out = proof_command("doctor", "--engine", url, "--trainer-dump", tmp_path / "trainer.json", code=1).out
     assert out.count("Connection refused") == 1 and "reason 1" not in out
     (line,) = [line for line in out.splitlines() if line.startswith("engine: ")]
     assert line.endswith("Connection refused") and url in line
@@ -292,11 +286,10 @@ def test_an_engine_that_told_anything_keeps_every_row(engine: Observation) -> No
     assert doctor.asked(rows, engine) == (rows, [])
 
 
-def test_a_contract_beside_that_of_the_file_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_contract_beside_that_of_the_file_is_exit_2(tmp_path: Path, proof_command: ProofCommand) -> None:
     dump(tmp_path / "trainer.json", CONTRACTS["fsdp"], HOST)
     words = ["--backend", "megatron", "--engine-tp", "8"]
-    assert main(["doctor", "--trainer-dump", str(tmp_path), *words]) == 2
-    read = capsys.readouterr()
+    read = proof_command("doctor", "--trainer-dump", tmp_path, *words, code=2)
     assert read.out == "" and read.err.startswith("--backend, --engine-tp: without effect beside --trainer-dump")
 
 
@@ -304,17 +297,17 @@ def test_a_contract_beside_that_of_the_file_is_exit_2(tmp_path: Path, capsys: py
     "content", [b"", b"{}", b"[1]", b"\xff\xfe\x00", b'{"format": 3, "process": null}', b"[" * 100_000]
 )
 @pytest.mark.parametrize("side", ["--trainer-dump", "--engine-dump"])
-def test_a_file_of_something_else_is_exit_2(side: str, content: bytes, tmp_path: Path, capsys) -> None:
+def test_a_file_of_something_else_is_exit_2(
+    side: str, content: bytes, tmp_path: Path, proof_command: ProofCommand
+) -> None:
     file = tmp_path / "file.json"
     file.write_bytes(content)
-    assert main(["doctor", side, str(file)]) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
+    told = proof_command("doctor", side, file, code=2).err.splitlines()[-1]
     assert told.startswith(f"{file}: not written by true_on_policy.observe.dumps (") and len(told) < 300
 
 
-def test_a_family_that_cannot_be_launched_has_no_rows(capsys: pytest.CaptureFixture) -> None:
-    assert main(["doctor", "--model", "qwen2.5-3B"]) == 2
-    read = capsys.readouterr()
+def test_a_family_that_cannot_be_launched_has_no_rows(proof_command: ProofCommand) -> None:
+    read = proof_command("doctor", "--model", "qwen2.5-3B", code=2)
     assert read.out == "" and "qwen2.5-dense cannot be launched: Miles v0.1.0 knows one contract" in read.err
 
 
@@ -345,15 +338,14 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "torch", SimpleNamespace(cuda=cuda))
 
 
-def test_a_machine_that_cannot_pin_is_red(accelerated, capsys: pytest.CaptureFixture) -> None:
-    assert main(["doctor", "--backend", "fsdp"]) == 1
-    read = capsys.readouterr()
+def test_a_machine_that_cannot_pin_is_red(accelerated, proof_command: ProofCommand) -> None:
+    read = proof_command("doctor", "--backend", "fsdp", code=1)
     row = next(line for line in read.out.splitlines() if KERNELS in line)
     assert row.startswith("red") and "sglang" in row and "is not installed" in row
     assert "pinning sglang+deep_gemm+flash_attention" in read.err
 
 
-def test_what_was_pinned_for_a_moment_is_undone(accelerated, monkeypatch, capsys) -> None:
+def test_what_was_pinned_for_a_moment_is_undone(accelerated, monkeypatch) -> None:
     done = []
     monkeypatch.setattr(gpu, "install", lambda contract: done.append(contract) or (lambda: done.append("undone")))
     main(["doctor"])

@@ -7,8 +7,8 @@ Its Triton kernels are interpreted on CPU; DeepGEMM is the stand-in of tests/sup
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -45,54 +45,43 @@ def refused(action: Callable[[], Any]) -> str:
     return "not refused"
 
 
-@contextmanager
-def patched(library: Any, **values: Any) -> Iterator[None]:
-    with mock.patch.multiple(library, **values):
-        yield
-
-
 def a_pin(library: Any) -> dict:
-    before = registrations()
     undo = sglang.pin(CONTRACT)
     inside = state(library), sglang.settings()["MM DeepGEMM"]
     failures = [str(failure) for dtype in ("bf16", "fp32") for failure in aten_failures(dtype, SHAPES, CPU)]
     undo()
-    return {"inside": inside, "failures": failures, "after": state(library), "restored": registrations() == before}
+    return {"inside": inside, "failures": failures}
 
 
 def a_nested_context(library: Any) -> dict:
-    before = registrations()
     undo = sglang.pin(CONTRACT)
     with library.set_batch_invariant_mode(True):
         pass
     lie, again = state(library), refused(lambda: sglang.pin(CONTRACT))
     undo()
-    return {"lie": lie, "again": again, "after": state(library), "restored": registrations() == before}
+    return {"lie": lie, "again": again}
 
 
 def a_failing_context(library: Any) -> dict:
-    before = registrations()
     with suppress(ZeroDivisionError), library.set_batch_invariant_mode(True):
         raise ZeroDivisionError
     left, pinned = state(library), refused(lambda: sglang.pin(CONTRACT))
     still = state(library)
     library.disable_batch_invariant_mode()
-    return {"left": left, "pinned": pinned, "still": still, "restored": registrations() == before}
+    return {"left": left, "pinned": pinned, "still": still}
 
 
 def half_an_enable(library: Any) -> dict:
-    before = registrations()
-    with patched(library, _mm_dtype_compat="no function"):
-        message = refused(lambda: sglang.pin(CONTRACT))
-    return {"message": message, "after": state(library), "restored": registrations() == before}
+    with mock.patch.object(library, "_mm_dtype_compat", "no function"):
+        return {"message": refused(lambda: sglang.pin(CONTRACT))}
 
 
 def variants(library: Any) -> dict:
-    with patched(library, _ENABLE_MM_FALLBACK_VARIANT=True):
+    with mock.patch.object(library, "_ENABLE_MM_FALLBACK_VARIANT", True):
         einsum = refused(lambda: sglang.pin(CONTRACT))
-    with patched(library, ENABLE_JIT_DEEPGEMM=False):
+    with mock.patch.object(library, "ENABLE_JIT_DEEPGEMM", False):
         triton = refused(lambda: sglang.pin(CONTRACT))
-    return {"einsum": einsum, "triton": triton, "after": state(library)}
+    return {"einsum": einsum, "triton": triton}
 
 
 def a_silent_fallback(library: Any) -> dict:
@@ -111,10 +100,16 @@ def two_copies(library: Any) -> dict:
     undo = megatron.pin(gpu_contract(CONTRACT.family.name, "megatron"))
     first = refused(lambda: sglang.pin(CONTRACT))
     undo()
-    return {"megatron_second": second, "kept": kept, "sglang_second": first, "after": state(library)}
+    return {"megatron_second": second, "kept": kept, "sglang_second": first}
 
 
 SCENARIOS = (*(a_pin, a_nested_context, a_failing_context, half_an_enable), *(variants, a_silent_fallback, two_copies))
+
+
+def facts(scenario: Callable[[Any], dict], library: Any) -> dict:
+    """What a scenario tells, how it leaves the mode, and whether the dispatcher is as it was before."""
+    before = registrations()
+    return scenario(library) | {"after": state(library), "restored": registrations() == before}
 
 
 def main() -> None:
@@ -130,7 +125,7 @@ def main() -> None:
         "deep_gemm": deep_gemm,
     }
     with triton_interpreter.on_cpu(), mock.patch.multiple(library, create=True, **here):
-        print(json.dumps({scenario.__name__: scenario(library) for scenario in SCENARIOS}))
+        print(json.dumps({scenario.__name__: facts(scenario, library) for scenario in SCENARIOS}))
 
 
 if __name__ == "__main__":

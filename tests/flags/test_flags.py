@@ -3,16 +3,16 @@
 import json
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import ProofCommand
 from launchers import accepted
 
 from mis_plugins.hosts.arguments import kinds, recorded
-from true_on_policy.__main__ import main
 from true_on_policy.contract.gpu import (
     CHOICES,
     MODELS,
@@ -37,9 +37,13 @@ CONTRACTS = {
 }
 
 
-def printed(capsys: pytest.CaptureFixture, *words: str) -> list[str]:
-    assert main(["flags", "--miles", *words]) == 0
-    return capsys.readouterr().out.splitlines()
+Printed = Callable[..., list[str]]
+
+
+@pytest.fixture
+def printed(proof_command: ProofCommand) -> Printed:
+    """printed(*words): the lines of a launch for Miles."""
+    return lambda *words: proof_command("flags", "--miles", *words).out.splitlines()
 
 
 @pytest.mark.parametrize("backend", CONTRACTS)
@@ -68,26 +72,27 @@ def test_what_a_release_lacks_is_a_flag_that_is_launched() -> None:
     ],
 )
 def test_what_a_user_leaves_out_of_a_layout_is_chosen_so_that_it_holds(
-    words: tuple[str, ...], layout: tuple[int, int, int], capsys: pytest.CaptureFixture
+    words: tuple[str, ...], layout: tuple[int, int, int], printed: Printed
 ) -> None:
-    lines = printed(capsys, *words)
+    lines = printed(*words)
     names = ("--tensor-model-parallel-size", "--context-parallel-size", "--rollout-num-gpus-per-engine")
     assert tuple(int(lines[lines.index(name) + 1]) for name in names) == layout
 
 
 @pytest.mark.parametrize("words", [("--cp", "4", "--tp", "8", "--engine-tp", "8"), ("--cp", "2", "--tp", "1"),
                                    ("--model", "qwen3-0.6B", "--cp", "2"), ("--tp", "2")])  # fmt: skip
-def test_what_a_refused_layout_is_told_to_set_holds(words: tuple[str, ...], capsys: pytest.CaptureFixture) -> None:
+def test_what_a_refused_layout_is_told_to_set_holds(
+    words: tuple[str, ...], proof_command: ProofCommand, printed: Printed
+) -> None:
     """Beside the user's own context parallelism, or without any."""
-    assert main(["flags", "--miles", *words]) == 2
-    told = capsys.readouterr().err.rpartition(";")[2]
+    told = proof_command("flags", "--miles", *words, code=2).err.rpartition(";")[2]
     advised = dict(re.findall(r"(--cp|--tp|--engine-tp) (\d+)", told))
     both = re.findall(r"both to (\d+)", told)
     assert ("--cp" in words) == ("--cp" in advised), "the user's own is kept or taken back"
     context = advised.get("--cp", "1")
     tensor, engine = (advised.get(name, *both) for name in ("--tp", "--engine-tp"))
     model = words[: 2 * ("--model" in words)]
-    assert printed(capsys, *model, "--cp", context, "--tp", tensor, "--engine-tp", engine)
+    assert printed(*model, "--cp", context, "--tp", tensor, "--engine-tp", engine)
     assert context == dict(zip(words[::2], words[1::2], strict=True)).get("--cp", "1") or context == "1"
 
 
@@ -105,22 +110,19 @@ def test_what_a_refused_layout_is_told_to_set_holds(words: tuple[str, ...], caps
         (("--tp", "3"), "--tp 3: the tree of partial sums needs a power of two"),
     ],
 )
-def test_what_cannot_be_launched_is_exit_2(words: tuple, message: str, capsys: pytest.CaptureFixture) -> None:
-    assert main(["flags", "--miles", *words]) == 2
-    read = capsys.readouterr()
+def test_what_cannot_be_launched_is_exit_2(words: tuple, message: str, proof_command: ProofCommand) -> None:
+    read = proof_command("flags", "--miles", *words, code=2)
     assert message in read.err and read.out == ""
 
 
-def test_slime_is_told_what_it_lacks(capsys: pytest.CaptureFixture) -> None:
-    assert main(["flags", "--slime", "--model", "qwen3-4B", "--backend", "megatron"]) == 2
-    told = capsys.readouterr().err
+def test_slime_is_told_what_it_lacks(proof_command: ProofCommand) -> None:
+    told = proof_command("flags", "--slime", "--model", "qwen3-4B", "--backend", "megatron", code=2).err
     assert "--slime: slime v0.3.1 has no --true-on-policy-mode, --recompute-logprobs-via-prefill" in told
 
 
-def test_a_host_has_to_be_named(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        main(["flags", "--model", "qwen3-4B", "--backend", "megatron"])
-    assert "one of the arguments --miles --slime is required" in capsys.readouterr().err
+def test_a_host_has_to_be_named(proof_command: ProofCommand) -> None:
+    told = proof_command("flags", "--model", "qwen3-4B", "--backend", "megatron", code=2).err
+    assert "one of the arguments --miles --slime is required" in told
 
 
 def test_sources_declare_a_flag_by_name_or_as_a_field() -> None:
@@ -146,9 +148,8 @@ def sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "sglang"
 
 
-def test_an_installed_engine_without_a_flag_is_named(sglang: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["flags", "--miles", "--model", "qwen3-4B", "--backend", "fsdp"]) == 2
-    read = capsys.readouterr()
+def test_an_installed_engine_without_a_flag_is_named(sglang: Path, proof_command: ProofCommand) -> None:
+    read = proof_command("flags", "--miles", "--model", "qwen3-4B", "--backend", "fsdp", code=2)
     assert read.out == "" and "sglang (a checkout) has no --true-on-policy-contract" in read.err
     assert "branch sglang-miles (98f6dd71)" in read.err and "PyPI" not in read.err
 
@@ -457,12 +458,12 @@ def launchable() -> Iterator[tuple[str, list[str], GpuContract]]:
         yield model, [*words, "--engine-tp", f"{engine}", "--gemm", gemm], contract
 
 
-def test_what_flags_print_is_what_the_trainer_finds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_flags_print_is_what_the_trainer_finds(tmp_path: Path, printed: Printed) -> None:
     """Arguments, environment and the trainer's file give the contract back, at each layout that holds."""
     seen = []
     for model, words, contract in launchable():
-        args = Namespace(**as_parsed(printed(capsys, *words)))
-        environment = dict(line.split("=", 1) for line in printed(capsys, *words, "--env"))
+        args = Namespace(**as_parsed(printed(*words)))
+        environment = dict(line.split("=", 1) for line in printed(*words, "--env"))
         args.hf_checkpoint = str(config(tmp_path, size=MODELS[model][1]))
         args.__dict__ = {"train_backend": "megatron"} | vars(args)
         check_environment(contract, environment)

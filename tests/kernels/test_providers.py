@@ -15,7 +15,6 @@ from stand_ins import FLASH_ATTENTION, Write, deep_gemm_source
 
 from lab.gpu import attention
 from lab.gpu.attention import decode_failures, mixed_failures
-from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import NotSeenError, PinError
@@ -177,16 +176,6 @@ def test_a_pin_holds_where_a_lone_query_has_other_tiles(library, monkeypatch: py
         "a decoding sequence alone and in a mixed batch"
     ]
     undo()
-
-
-def test_the_two_calls_of_a_lone_query_are_one(library):
-    """A query alone has equal bits as a row of a batch, and as a packed sequence of at most one token."""
-    q, k, v = torch.randn(1, 1, 4, 16), torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16)
-    asked = {"cache_seqlens": torch.tensor([9]), "causal": True, "num_splits": 1}
-    starts = torch.tensor([0, 1])
-    row, _ = library.flash_attn_with_kvcache(q, k, v, **asked)
-    packed, _ = library.flash_attn_with_kvcache(q[0], k, v, cu_seqlens_q=starts, max_seqlen_q=1, **asked)
-    assert equal_bits(row[0], packed)
 
 
 def test_every_caller_is_pinned_under_its_own_name_and_restored(library):

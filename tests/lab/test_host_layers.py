@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from context_ranks import DTYPES, SEQUENCES, tiny
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
+from trainer_ranks import SEQUENCES, tiny
 
 from lab.in_host import layers as host_layers
 from lab.in_host.layers import SequentialExperts
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.engines.handover import handed_over
 from true_on_policy.errors import ContractError

@@ -11,6 +11,9 @@ ROOT = Path(__file__).parents[2]
 ConfigCommand = Callable[..., Any]
 """The type of the fixture `config_command` of tests/conftest.py."""
 
+ProofCommand = Callable[..., Any]
+"""The type of the fixture `proof_command` of tests/conftest.py."""
+
 
 def ran(
     *words: object, folder: Path = ROOT, given: str | None = None, seconds: float = 280, **environment: str

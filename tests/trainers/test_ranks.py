@@ -2,15 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT, ProofCommand, ran
 
-from true_on_policy.__main__ import main
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.rounding import ORDERS
@@ -20,7 +18,6 @@ from true_on_policy.models.tiny import updated
 from true_on_policy.trainers.ranks import MegatronRanks, RankError
 from true_on_policy.verify import verification
 
-ROOT = Path(__file__).parents[2]
 CONTRACT = Contract(dtype="bf16", trainer_tensor_parallel=2, leaves=2)
 SAMPLES = [
     Sample(Request((5, 6, 7), 3), (8, 9, 10), torch.zeros(3), 0),
@@ -58,14 +55,13 @@ def test_a_rank_whose_log_probs_are_not_rank_0s_is_a_difference_on_pinned_kernel
 
 
 def test_a_difference_between_ranks_ends_the_command_with_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, proof_command: ProofCommand
 ):
     def differs(arguments: object) -> int:
         raise DifferenceError("megatron: ranks 0 and 1 compute other log-probs")
 
     monkeypatch.setattr(verification, "run", differs)
-    assert main(["verify", "--engine", "hf", "--trainer", "megatron"]) == 1
-    assert "ranks 0 and 1" in capsys.readouterr().err
+    assert "ranks 0 and 1" in proof_command("verify", "--engine", "hf", "--trainer", "megatron", code=1).err
 
 
 def test_what_a_rank_raises_is_said_and_ends_them_all(tiny: Path, tmp_path: Path):
@@ -117,5 +113,5 @@ raise SystemExit(launch(2, rank))
 
 
 def test_a_rank_that_is_forked_later_waits_for_none_of_them():
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests' / 'support'}{os.pathsep}{ROOT}"}
-    subprocess.run([sys.executable, "-c", SCRIPT], check=True, env=environment, timeout=200)
+    done = ran("-c", SCRIPT, seconds=200, PYTHONPATH=f"{ROOT / 'tests' / 'support'}{os.pathsep}{ROOT}")
+    assert done.returncode == 0, done.stderr

@@ -4,49 +4,43 @@ Over context-parallel ranks the bits are those of one rank; over tensor-parallel
 with ordinary sums.
 """
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from alignments import padded_logits
-from context_ranks import DTYPES, RANKS, SEQUENCES, gradients, tiny
-from tensor_ranks import CASES, LAYOUTS, Case
+from commands import ran
 from tolerances import gradient_rtol
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recomputed
+from trainer_ranks import CASES, SEQUENCES, SPLIT, TENSOR, Case, gradients, tiny
 
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.trainers.attention import in_order, zigzag
 from true_on_policy.trainers.megatron import Megatron
 
-ROOT = Path(__file__).parents[2]
 Rank = dict[str, dict]  # by case
 Made = dict[tuple[int, int], list[Rank]]
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
-each_split = pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: f"tp{layout[0]}-cp{layout[1]}")
 
 
-def ran(program: str, folder: Path) -> Path:
-    """The folder in which a program of tests/support has left what every rank of every layout computed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        [sys.executable, ROOT / "tests" / "support" / program, folder], env=environment, check=True, timeout=240
-    )
-    return folder
+def named(layout: tuple[int, int]) -> str:
+    return f"tp{layout[0]}-cp{layout[1]}"
+
+
+each_split = pytest.mark.parametrize("layout", SPLIT, ids=named)
 
 
 def alone(trainer: Megatron) -> list[Tensor]:
     return [logits.detach() for sequence in SEQUENCES for logits in trainer.logits([sequence])]
 
 
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
+def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
     return all(equal_bits(a.contiguous(), b.contiguous()) for a, b in zip(left, right, strict=True))
 
 
@@ -64,35 +58,16 @@ def test_packed_and_padded_are_alone_where_stock_kernels_differ(tmp_path: Path, 
 def test_training_and_recompute_have_the_bits_of_evaluation(tmp_path: Path, dtype: str):
     trainer = Megatron(tiny(tmp_path, dtype), dtype, ORDERS["sglang"])
     with pinned(Contract(dtype=dtype)):
-        expected = alone(trainer)
+        with torch.no_grad():
+            expected = alone(trainer)
         trainer.model.train()
         kept = trainer.logits(SEQUENCES)
         again = recomputed(trainer.logits, SEQUENCES, use_reentrant=False)
         assert same(expected, kept) and same(expected, again)
         left, right = gradients(trainer, kept), gradients(trainer, again)
-    assert same(left, right)
+    assert left.keys() == right.keys() and same(left.values(), right.values())
     assert len(left) == len(list(trainer.model.parameters()))
-    assert all(gradient.isfinite().all() and gradient.any() for gradient in left)
-
-
-@pytest.fixture(scope="module")
-def ranks_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ran("context_ranks.py", tmp_path_factory.mktemp("context"))
-
-
-@each_dtype
-@pytest.mark.parametrize("ranks", RANKS)
-def test_context_ranks_have_the_bits_of_one(ranks_folder: Path, dtype: str, ranks: int):
-    trainer = Megatron(ranks_folder / dtype, dtype, ORDERS["sglang"])
-    with pinned(Contract(dtype=dtype)):
-        expected = alone(trainer)
-        wanted = gradients(trainer, trainer.logits(SEQUENCES))
-    made = [torch.load(ranks_folder / f"{ranks}-{dtype}/{rank}.pt") for rank in range(ranks)]
-    assert all(same(expected, rank["logits"]) for rank in made)
-    # Every rank holds the whole loss, so each gradient is counted once a rank; their parts add up in another order.
-    for one, parts in zip(wanted, zip(*(rank["gradients"] for rank in made), strict=True), strict=True):
-        total = torch.stack([part.float() for part in parts]).sum(0) / ranks
-        assert (total - one.float()).norm() <= gradient_rtol(DTYPES[dtype]) * one.float().norm()
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in left.values())
 
 
 def test_zigzag_and_back():
@@ -104,37 +79,43 @@ def test_zigzag_and_back():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """What every rank of every tensor-parallel layout computed."""
-    folder = ran("tensor_ranks.py", tmp_path_factory.mktemp("tensor"))
+    """What every rank of every layout computed."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done = ran("tests/support/trainer_ranks.py", folder)
+    assert done.returncode == 0, done.stderr
     return {
         (tensor, context): [torch.load(folder / f"{tensor}x{context}/{rank}.pt") for rank in range(tensor * context)]
-        for tensor, context in LAYOUTS
+        for tensor, context in ((1, 1), *SPLIT)
     }
 
 
+def cases(layout: tuple[int, int], holds: bool) -> list[Case]:
+    """The cases of a layout whose ranks are to have the bits of one, or are not."""
+    return [case for case in CASES if layout in case.layouts and case.holds(layout) == holds]
+
+
 @each_split
-def test_on_a_tree_every_rank_has_the_bits_of_one(made: Made, layout: tuple[int, int]):
-    cases = [case for case in CASES if case.leaves > 1 and layout in case.layouts]
-    assert {case.dtype for case in cases} == set(DTYPES) and {case.order for case in cases} == set(ORDERS)
-    for case in cases:
+def test_on_a_tree_or_over_context_alone_every_rank_has_the_bits_of_one(made: Made, layout: tuple[int, int]):
+    assert {case.dtype for case in cases(layout, True)} == set(DTYPES)
+    assert layout not in TENSOR or {case.order for case in cases(layout, True)} == set(ORDERS)
+    for case in cases(layout, True):
         whole = made[1, 1][0][str(case)]["logits"]
         assert all(same(rank[str(case)]["logits"], whole) for rank in made[layout]), case
 
 
-@each_split
+@pytest.mark.parametrize("layout", TENSOR, ids=named)
 def test_ordinary_sums_differ(made: Made, layout: tuple[int, int]):
     """The control: the same kernels, each rank's product rounded and added by all-reduce."""
-    cases = [case for case in CASES if case.leaves == 1 and layout in case.layouts]
-    assert cases
-    for case in cases:
+    assert cases(layout, False)
+    for case in cases(layout, False):
         whole = made[1, 1][0][str(case)]["logits"]
         assert not any(same(rank[str(case)]["logits"], whole) for rank in made[layout]), case
 
 
 @each_split
 def test_gradients_are_those_of_one_rank(made: Made, layout: tuple[int, int]):
-    """Up to rounding: a column-parallel layer adds its input gradients up in another order."""
-    for case in (case for case in CASES if case.leaves > 1 and layout in case.layouts):
+    """Up to rounding: a column-parallel layer and the parts of context ranks add up in another order."""
+    for case in cases(layout, True):
         whole = made[1, 1][0][str(case)]["gradients"]
         for name, gradient in whole.items():
             for rank in range(layout[0]):

@@ -2,16 +2,15 @@
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from answered import answered
+from commands import ProofCommand
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from true_on_policy.__main__ import main
-from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.models.tiny import checkpoint, weights_hash
 from true_on_policy.verify.prompts import LONGEST, PromptsError, prompt_lines, read_prompts
 from true_on_policy.verify.workload import LONG_PROMPT, Workload
@@ -39,26 +38,20 @@ def test_a_prompt_is_the_users_turn_of_the_models_chat_template(spelled: Path, t
     assert [*prompts.tokens] == framed
 
 
-def test_the_certificate_names_model_hash_and_prompts(spelled: Path, tmp_path: Path):
+def test_the_certificate_names_model_hash_and_prompts(spelled: Path, tmp_path: Path, proof_command: ProofCommand):
     file, certificate = tmp_path / "p.txt", tmp_path / "c.json"
     file.write_text("abc\nde\n")
-    command = ["verify", "--engine", "hf", "--trainer", "hf", "--tokens", "1", "--json", str(certificate)]
-    assert main([*command, "--model", str(spelled), "--prompts", str(file)]) == 0
+    words = "verify --engine hf --trainer hf --tokens 1".split()
+    proof_command(*words, "--json", certificate, "--model", spelled, "--prompts", file)
     said = json.loads(certificate.read_text())
     assert said["weights"] == weights_hash(spelled)
     assert said["prompts"]["name"] == "p.txt" and said["prompts"]["count"] == 2
 
 
 def test_a_workload_asks_every_real_prompt_and_joins_them_to_a_long_one():
-    asked: list[Request] = []
-
-    def generate(requests: Sequence[Request]) -> list[Sample]:
-        asked.extend(requests)
-        return [Sample(one, (0,) * one.length, torch.zeros(one.length), 0) for one in requests]
-
     prompts = [tuple(range(10 * n, 10 * n + 9 + n)) for n in range(5)]
-    Workload(100, seed=0, prompts=prompts).sample(generate, 1, full_set=True)
-    long, *short, _, _, _ = asked
+    batches = Workload(100, seed=0, prompts=prompts).sample(answered, 1, full_set=True)
+    long, *short, _, _, _ = [sample.request for batch in batches for sample in batch]
     assert LONG_PROMPT <= len(long.prompt) < LONG_PROMPT + 13 and set(long.prompt) >= set(prompts[4])
     assert {one.prompt for one in short} == set(prompts)
 
@@ -109,13 +102,12 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_prompt_with_an_image_is_refused_with_what_is_missing(
-    prompt: str, what: str, seeing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    prompt: str, what: str, seeing: Path, tmp_path: Path, proof_command: ProofCommand
 ):
     file = tmp_path / "p.txt"
     file.write_text(f"{prompt}\ntext alone\n", encoding="utf-8-sig")
-    command = ["verify", "--engine", "hf", "--trainer", "hf", "--model", str(seeing), "--prompts", str(file)]
-    assert main(command) == 2
-    said = capsys.readouterr().err
+    words = "verify --engine hf --trainer hf --model".split()
+    said = proof_command(*words, seeing, "--prompts", file, code=2).err
     assert f"--prompts {file}: {prompt[:40]!r} holds {what}" in said
     assert "Images are not certified: no row for the vision tower" in said
 
@@ -125,16 +117,6 @@ def test_prompts_of_text_alone_are_taken_by_a_model_that_sees(seeing: Path, tmp_
     file.write_text('{"images": [], "prompt": "a"}\n{not JSON, an image}\nab\n')
     *_, short = read_prompts(str(file), seeing).tokens
     assert [len(tokens) for tokens in read_prompts(str(file), seeing).tokens] == [29, 20, 2] and len(short) == 2
-
-
-def test_a_model_without_a_tokenizer_is_told_so(capsys: pytest.CaptureFixture[str]):
-    assert main("verify --engine hf --trainer hf --prompts builtin".split()) == 2
-    assert "--prompts builtin: the model has no tokenizer.json; choose --model smollm2-135m" in capsys.readouterr().err
-
-
-def test_an_empty_name_of_prompts_is_no_wish_for_random_tokens(capsys: pytest.CaptureFixture[str]):
-    assert main(["verify", "--engine", "hf", "--trainer", "hf", "--prompts", ""]) == 2
-    assert "--prompts : is no regular file" in capsys.readouterr().err
 
 
 def test_our_own_prompts_are_128_different_ones():

@@ -9,10 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from commands import ran
+from commands import ProofCommand, ran
 
 import true_on_policy.engines
-from true_on_policy.__main__ import main
 from true_on_policy.contract import sides
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.families import FAMILIES, Family, Shape, tiny_models
@@ -78,21 +77,18 @@ def test_records_of_engines_need_no_torch_and_start_nothing() -> None:
 
 
 def test_a_new_engine_and_a_new_trainer_are_their_records(
-    asked: list[NormOrder | None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: list[NormOrder | None], tmp_path: Path, proof_command: ProofCommand
 ) -> None:
-    file = tmp_path / "c.json"
-    command = ["verify", "--engine", "fused", "--trainer", "other", "--dtype", "bf16", "--json", str(file)]
-    assert main([*command, *FEW]) == 2  # its record promises a cache that it does not have
+    file, words = tmp_path / "c.json", "verify --engine fused --trainer other --dtype bf16 --json".split()
+    proof_command(*words, file, *FEW, code=2)  # its record promises a cache that it does not have
     assert asked == [FUSED, FUSED, None, None]
     said = json.loads(file.read_text())
     assert (said["engine"]["name"], said["trainer"]) == ("fused", "other")
     assert said["order"] == {"rounds_sum": True, "rounds_normalized": False}
     assert all(link["equal"] == link["total"] > 0 for link in said["links"])
     assert [*said["not_met"]] == ["prefix-cache hit"] and said["not_of_engine"] == ["preemption"]
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main(["verify", "--engine", "none", "--trainer", "other"])
-    assert ", ".join(map(repr, ENGINES)) in capsys.readouterr().err
+    read = proof_command("verify", "--engine", "none", "--trainer", "other", code=2)
+    assert ", ".join(map(repr, ENGINES)) in read.err
 
 
 def made_up(aligned: list[NormOrder]) -> Family:
@@ -106,13 +102,12 @@ def made_up(aligned: list[NormOrder]) -> Family:
 
 
 @pytest.mark.parametrize("trainer", ["hf", "megatron"])
-def test_a_new_family_is_its_record(trainer: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_family_is_its_record(trainer: str, proof_command: ProofCommand) -> None:
     """The engine follows the order of the trainer."""
     aligned: list[NormOrder] = []
     with patch.dict(FAMILIES, mistral=made_up(aligned)):
-        command = ["verify", "--engine", "hf", "--trainer", trainer, "--model", "tiny-new", "--dtype", "bf16"]
-        assert main([*command, "--norm-order", "trainer", *FEW]) == 0
-    assert capsys.readouterr().out.endswith("verdict: equal\n")
+        words = "verify --engine hf --model tiny-new --dtype bf16 --norm-order trainer --trainer".split()
+        assert proof_command(*words, trainer, *FEW).out.endswith("verdict: equal\n")
     assert aligned == ([] if trainer == "hf" else [TRAINERS["megatron"].order])
 
 
@@ -122,11 +117,6 @@ def test_two_families_of_one_model_type_are_told() -> None:
         pytest.raises(ValueError, match="prove the model_type qwen3;"),
     ):
         tiny_models()
-
-
-def test_without_its_record_a_family_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "--engine", "hf", "--trainer", "hf", "--model", "tiny-new"]) == 2
-    assert f"got 'tiny-new'; choose one of {', '.join(tiny_models())}, smollm2-135m, or" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", tiny_models())

@@ -6,19 +6,22 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from answered import answered
+from commands import ProofCommand
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lab import certificate_picture
 from mis_plugins.shared.provenance import commit
-from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.families import tiny_models
 from true_on_policy.contract.rounding import NormOrder
@@ -35,12 +38,13 @@ from true_on_policy.verify import verification
 from true_on_policy.verify.certificate import Certificate, Evidence, Link, link
 from true_on_policy.verify.workload import LONG_PROMPT, Workload, arrangements, counted, situations
 
-Capture = pytest.CaptureFixture[str]
 FEW = "60"
 
 
-def run(*more: str) -> int:
-    return main(["verify", "--engine", "hf", "--tokens", FEW, *more])
+@pytest.fixture
+def run(proof_command: ProofCommand) -> ProofCommand:
+    """Verify Hugging Face's engine on few tokens, as `proof_command` does."""
+    return partial(proof_command, "verify", "--engine", "hf", "--tokens", FEW)
 
 
 # The command
@@ -65,17 +69,16 @@ def run(*more: str) -> int:
         ("tiny-qwen2-moe", "megatron", "bf16", "engine"),
     ],
 )
-def test_engine_and_trainer_agree(model: str, trainer: str, dtype: str, norm_order: str, capsys: Capture):
+def test_engine_and_trainer_agree(model: str, trainer: str, dtype: str, norm_order: str, run: ProofCommand):
     """Qwen2.5 has biases on query, key and value, which Megatron's own layer adds to the rounded product."""
-    assert run("--trainer", trainer, "--dtype", dtype, "--norm-order", norm_order, "--model", model) == 0
-    assert capsys.readouterr().out.endswith("verdict: equal\n")
+    read = run("--trainer", trainer, "--dtype", dtype, "--norm-order", norm_order, "--model", model)
+    assert read.out.endswith("verdict: equal\n")
     assert active_backend() is None
 
 
-def test_the_flag_of_a_backend_is_refused_by_the_name_of_ours(capsys: Capture):
-    with pytest.raises(SystemExit, match="2"):
-        run("--trainer", "hf", "--backend", "fast")
-    assert "--backend is gone: both sides run the kernels `native`" in capsys.readouterr().err
+def test_the_flag_of_a_backend_is_refused_by_the_name_of_ours(run: ProofCommand):
+    read = run("--trainer", "hf", "--backend", "fast", code=2)
+    assert "--backend is gone: both sides run the kernels `native`" in read.err
 
 
 @pytest.mark.parametrize(
@@ -107,12 +110,11 @@ def test_the_flag_of_a_backend_is_refused_by_the_name_of_ours(capsys: Capture):
     ],
 )
 def test_a_model_that_departs_from_its_family_is_refused_by_the_fields_name(
-    model: str, field: dict, message: str, tmp_path: Path, capsys: Capture
+    model: str, field: dict, message: str, tmp_path: Path, run: ProofCommand
 ):
     config = checkpoint(model, tmp_path, torch.float32, seed=0) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | field))
-    assert run("--trainer", "hf", "--model", str(tmp_path)) == 2
-    assert f"--model {tmp_path}: {message}" in capsys.readouterr().err
+    assert f"--model {tmp_path}: {message}" in run("--trainer", "hf", "--model", tmp_path, code=2).err
 
 
 @pytest.mark.parametrize(
@@ -120,11 +122,11 @@ def test_a_model_that_departs_from_its_family_is_refused_by_the_fields_name(
     [("hf", 1, "engine", "fp32"), ("megatron", 2, "trainer", "fp32"), ("megatron", 4, "engine", "bf16")],
 )
 def test_on_a_tree_they_agree_whatever_the_trainers_ranks(
-    trainer: str, ranks: int, norm_order: str, dtype: str, tmp_path: Path
+    trainer: str, ranks: int, norm_order: str, dtype: str, tmp_path: Path, run: ProofCommand
 ):
     certificate = tmp_path / "c.json"
-    arguments = ["--leaves", "4", "--trainer-tensor-parallel", str(ranks), "--norm-order", norm_order]
-    assert run("--trainer", trainer, "--dtype", dtype, "--json", str(certificate), *arguments) == 0
+    arguments = ["--leaves", 4, "--trainer-tensor-parallel", ranks, "--norm-order", norm_order]
+    run("--trainer", trainer, "--dtype", dtype, "--json", certificate, *arguments)
     said = json.loads(certificate.read_text())
     assert said["contract"]["leaves"] == 4 and said["contract"]["trainer_tensor_parallel"] == ranks
     assert said["control"]["equal"] < said["control"]["total"]
@@ -163,23 +165,21 @@ def replaced(monkeypatch: pytest.MonkeyPatch, sides: dict, start: Callable) -> N
     ],
 )
 def test_one_bit_of_a_side_is_different(
-    sides: dict, one_bit_off: Callable, link_name: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    sides: dict, one_bit_off: Callable, link_name: str, monkeypatch: pytest.MonkeyPatch, run: ProofCommand
 ):
     replaced(monkeypatch, sides, lambda path, contract, order: one_bit_off(path, contract.dtype, order))
-    assert run("--trainer", "hf") == 1
-    out = capsys.readouterr().out
+    out = run("--trainer", "hf", code=1).out
     assert link_name in out and "1 ulp apart" in out
     assert out.endswith("verdict: different\n")
 
 
-def test_a_chain_that_holds_with_stock_kernels_too_proves_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+def test_a_chain_that_holds_with_stock_kernels_too_proves_nothing(monkeypatch: pytest.MonkeyPatch, run: ProofCommand):
     agreeing = Evidence(
         samples=[Sample(Request((1,), 2), (3, 4), torch.tensor([-1.0, -2.0]), 0)],
         trainer_tempered=[torch.tensor([-1.0, -2.0])],
     )
     monkeypatch.setattr(verification, "_control", lambda *_: agreeing)
-    assert run("--trainer", "hf") == 2
-    assert capsys.readouterr().out.endswith("verdict: vacuous\n")
+    assert run("--trainer", "hf", code=2).out.endswith("verdict: vacuous\n")
 
 
 def test_the_certificate_says_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -205,7 +205,9 @@ def test_the_certificate_says_what_ran(tmp_path: Path, monkeypatch: pytest.Monke
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_weights_change_as_often_as_the_certificate_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_weights_change_as_often_as_the_certificate_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: ProofCommand
+):
     given: list[tuple[int, bytes]] = []
 
     class Noting(Engine):
@@ -214,13 +216,13 @@ def test_the_weights_change_as_often_as_the_certificate_says(tmp_path: Path, mon
             super().update_weights(checkpoint, version)
 
     replaced(monkeypatch, ENGINES, lambda path, contract, order: Noting(path, contract.dtype, order))
-    assert run("--trainer", "hf", "--json", str(tmp_path / "c.json")) == 0
+    run("--trainer", "hf", "--json", tmp_path / "c.json")
     count = json.loads((tmp_path / "c.json").read_text())["situations"]["weight_updates"]
     assert [version for version, _ in given] == list(range(1, count + 1)) and count == verification.UPDATES
     assert len({weights for _, weights in given}) == count
 
 
-def test_the_control_is_stock_on_both_sides(monkeypatch: pytest.MonkeyPatch):
+def test_the_control_is_stock_on_both_sides(monkeypatch: pytest.MonkeyPatch, run: ProofCommand):
     """Neither side is given an order there, and nothing is pinned."""
     made: list[tuple[str, bool, str | None]] = []
 
@@ -234,7 +236,7 @@ def test_the_control_is_stock_on_both_sides(monkeypatch: pytest.MonkeyPatch):
 
     replaced(monkeypatch, ENGINES, engine)
     replaced(monkeypatch, TRAINERS, trainer)
-    assert run("--trainer", "hf") == 0
+    run("--trainer", "hf")
     pinned, stock = [(side, False, "native") for side in SIDES], [(side, True, None) for side in SIDES]
     assert made == [*pinned, *stock]
 
@@ -243,7 +245,7 @@ SIDES = ("engine", "trainer")
 
 
 def test_a_target_without_permission_is_told_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: ProofCommand
 ) -> None:
     """The superuser of a container may write anywhere: it is asked for, not tried."""
     asked: list[tuple[Path, int]] = []
@@ -251,8 +253,7 @@ def test_a_target_without_permission_is_told_before_the_work(
     old = tmp_path / "old.json"
     old.touch()
     for file, of, what in ((old, old, "may"), (tmp_path / "new.json", tmp_path, "the folder of the file may")):
-        assert main(["verify", "--engine", "hf", "--trainer", "hf", "--json", str(file)]) == 2
-        assert f"\n--json {file}: {what} not be written" in capsys.readouterr().err
+        assert f"\n--json {file}: {what} not be written" in run("--trainer", "hf", "--json", file, code=2).err
         assert asked.pop() == (of, os.W_OK)
 
 
@@ -276,6 +277,8 @@ def test_a_target_without_permission_is_told_before_the_work(
             "--trainer-tensor-parallel: 4 ranks cannot share the model's 6 attention heads",
         ),
         (("--leaves", "16", "--model", "tiny-qwen3-tied"), "--leaves: 16 do not divide the 712 inputs of down_proj"),
+        (("--prompts", "builtin"), "--prompts builtin: the model has no tokenizer.json; choose --model smollm2-135m"),
+        (("--prompts", ""), "--prompts : is no regular file"),  # an empty name is no wish for random tokens
         (
             ("--trainer-tensor-parallel", "2", "--leaves", "2"),
             "--trainer-tensor-parallel: hf runs on one rank; choose --trainer megatron",
@@ -286,9 +289,8 @@ def test_a_target_without_permission_is_told_before_the_work(
         ),
     ],
 )
-def test_what_cannot_run_exits_with_2(arguments: tuple[str, ...], message: str, capsys: Capture):
-    assert run("--trainer", "hf", *arguments) == 2
-    told = capsys.readouterr().err
+def test_what_cannot_run_exits_with_2(arguments: tuple[str, ...], message: str, run: ProofCommand):
+    told = run("--trainer", "hf", *arguments, code=2).err
     assert message in told and "sampled" not in told
 
 
@@ -299,23 +301,21 @@ EVERY += ["sequence beyond 512 tokens", "continued sequence", "weight update"]
 OF_SERVERS = ["prefix-cache hit", "preemption"]
 
 
-def test_few_tokens_meet_every_situation_and_the_certificate_names_them(tmp_path: Path, capsys: Capture):
-    assert main(["verify", *"--engine hf --trainer hf --tokens 1 --json".split(), str(tmp_path / "c.json")]) == 0
+def test_few_tokens_meet_every_situation_and_the_certificate_names_them(tmp_path: Path, run: ProofCommand):
+    out = run("--trainer", "hf", "--tokens", 1, "--json", tmp_path / "c.json").out
     said = json.loads((tmp_path / "c.json").read_text())
     assert said["met"] == EVERY and said["not_met"] == {} and said["not_of_engine"] == OF_SERVERS
     assert {"1", "3", "8"} == said["situations"]["batches"].keys()
     assert all(said["situations"]["batches"].values()) and said["situations"]["continued_sequences"] == 3
-    out = capsys.readouterr().out
     assert f"met: {', '.join(EVERY)}\nnot of this engine: {', '.join(OF_SERVERS)}\nverdict: equal\n" in out
 
 
 def test_a_situation_that_an_engine_should_meet_and_did_not_is_no_equal(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    monkeypatch: pytest.MonkeyPatch, run: ProofCommand
 ):
     able = dataclasses.replace(ENGINES["hf"], abilities=("prefix cache", "preemption"))
     monkeypatch.setitem(ENGINES, "hf", able)
-    assert run("--trainer", "hf") == 2
-    out = capsys.readouterr().out
+    out = run("--trainer", "hf", code=2).out
     assert "not met: prefix-cache hit: give more --tokens, and leave the engine's prefix cache on\n" in out
     assert "not met: preemption: give more --tokens: " in out and out.endswith("verdict: incomplete\n")
 
@@ -366,12 +366,9 @@ def test_a_difference_outweighs_a_situation_that_was_not_met(
 
 
 def test_a_full_set_that_an_earlier_call_sampled_is_not_sampled_again():
-    def generate(requests: Sequence[Request]) -> list[Sample]:
-        return [Sample(r, (2,) * r.length, torch.zeros(r.length), 0) for r in requests]
-
     workload = Workload(320, seed=0)
-    assert [len(batch) for batch in workload.sample(generate, 1, full_set=True)] == [1, 1, 3, 8, 3]
-    assert len(workload.sample(generate, 1, full_set=True)) == 1
+    assert [len(batch) for batch in workload.sample(answered, 1, full_set=True)] == [1, 1, 3, 8, 3]
+    assert len(workload.sample(answered, 1, full_set=True)) == 1
 
 
 # The pieces
@@ -449,15 +446,9 @@ def test_a_tiny_model_is_its_seed_and_has_random_norms(tmp_path: Path):
     assert (updated(first, tmp_path / "updated", 1) / "model.safetensors").read_bytes() != read[0]
 
 
-def test_the_workload_meets_its_situations(tiny: Path):
-    asked: list[list[Request]] = []
-
-    def generate(requests: Sequence[Request]) -> list[Sample]:
-        asked.append(list(requests))
-        return [Sample(r, (2,) * r.length, torch.zeros(r.length), 0) for r in requests]
-
-    batches = Workload(320, seed=0).sample(generate, 600)
-    samples = [sample for batch in batches for sample in batch]
+def test_the_workload_meets_its_situations():
+    batches = Workload(320, seed=0).sample(generate := Mock(side_effect=answered), 600)
+    samples, asked = [sample for batch in batches for sample in batch], [call.args[0] for call in generate.mock_calls]
     assert [len(batch) for batch in batches] == [len(batch) for batch in asked]
     assert [len(batch) for batch in asked[:5]] == [1, 1, 3, 8, 3]
     assert len(asked[0][0].prompt) == LONG_PROMPT

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from commands import ProofCommand
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from lab.host.model.decoder import ModelConfig
 from lab.host.rollout.served import ServedEngine
 from lab.host.train.parallel import EXIT_USER_ERROR, launch
 from mis_plugins.errors import ConfigError
-from true_on_policy.__main__ import main
 from true_on_policy.bitwise import Digest, read_values, values
 from true_on_policy.engines.handover import DIGESTS, VALUES
 from true_on_policy.engines.protocol import EngineError
@@ -448,6 +448,12 @@ def test_every_other_action_is_sglangs() -> None:
 
 
 @pytest.fixture
+def weights_command(proof_command: ProofCommand) -> ProofCommand:
+    """Compare the weights of the engine at a URL with a checkpoint's, as `proof_command` does."""
+    return lambda url, trainer, code=0: proof_command("weights", "--engine", url, "--trainer", trainer, code=code)
+
+
+@pytest.fixture
 def served() -> Iterator[tuple[str, Engine]]:
     """A server whose weight checker is an `Engine`'s; under /vllm it answers as vLLM does."""
     engine = Engine([loaded(checkpoint())])
@@ -472,22 +478,18 @@ def served() -> Iterator[tuple[str, Engine]]:
 
 
 def test_the_exit_code_says_equal_different_or_not_compared(
-    served: tuple[str, Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: tuple[str, Engine], tmp_path: Path, weights_command: ProofCommand
 ) -> None:
     url, engine = served
     save_file(checkpoint(), tmp_path / "model.safetensors")
-    asked = ["weights", "--engine", url, "--trainer", str(tmp_path)]
     for where in ("", "/vllm"):
-        assert main(["weights", "--engine", url + where, "--trainer", str(tmp_path)]) == 0
-        assert "8 tensors, equal in every bit" in capsys.readouterr().out
+        assert "8 tensors, equal in every bit" in weights_command(url + where, tmp_path).out
     engine.ranks[0]["lm_head.weight"] += 1
-    assert main(asked) == 1
-    assert "1 of 8 tensors differ, the first: lm_head.weight" in capsys.readouterr().out
-    assert main(["weights", "--engine", url + "/nowhere", "--trainer", str(tmp_path)]) == 2
-    assert "answered 404" in capsys.readouterr().err
-    assert main(["weights", "--engine", url, "--trainer", str(tmp_path / "empty")]) == 2
-    assert main(["weights", "--engine", "http://127.0.0.1:9", "--trainer", str(tmp_path)]) == 2
-    assert "start SGLang with TRUE_ON_POLICY_WEIGHTS=1" in capsys.readouterr().err
+    assert "1 of 8 tensors differ, the first: lm_head.weight" in weights_command(url, tmp_path, code=1).out
+    assert "answered 404" in weights_command(url + "/nowhere", tmp_path, code=2).err
+    weights_command(url, tmp_path / "empty", code=2)
+    read = weights_command("http://127.0.0.1:9", tmp_path, code=2)
+    assert "start SGLang with TRUE_ON_POLICY_WEIGHTS=1" in read.err
 
 
 @pytest.mark.parametrize("flags", ["", "--rollout-engine hf", "--rollout-engine sglang --async"])
@@ -535,17 +537,19 @@ def sharded(folder: Path, weights: Mapping[str, Tensor], index: Mapping[str, str
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
-def test_verify_names_a_damaged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_a_damaged_file(tmp_path: Path, proof_command: ProofCommand) -> None:
     tiny.checkpoint("tiny-qwen3", tmp_path, torch.float32, seed=0)
     os.truncate(tmp_path / "model.safetensors", 3000)
-    assert main(["verify", "--engine", "hf", "--trainer", "megatron", "--model", str(tmp_path)]) == 2
-    assert f"{tmp_path / 'model.safetensors'}: cannot be read" in capsys.readouterr().err
+    read = proof_command("verify", "--engine", "hf", "--trainer", "megatron", "--model", tmp_path, code=2)
+    assert f"{tmp_path / 'model.safetensors'}: cannot be read" in read.err
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_the_index_says_which_shards_count(shard: int, served: tuple[str, Engine], tmp_path: Path) -> None:
+def test_the_index_says_which_shards_count(
+    shard: int, served: tuple[str, Engine], tmp_path: Path, weights_command: ProofCommand
+) -> None:
     sharded(tmp_path, checkpoint(), dict.fromkeys(checkpoint(), SHARDS[shard]))
-    assert main(["weights", "--engine", served[0], "--trainer", str(tmp_path)]) == shard
+    weights_command(served[0], tmp_path, code=shard)
 
 
 @pytest.mark.parametrize(
@@ -562,10 +566,9 @@ def test_the_index_says_which_shards_count(shard: int, served: tuple[str, Engine
     ],
 )
 def test_a_checkpoint_that_cannot_be_read_is_not_compared(
-    spoil: Callable[[Path], Any], message: str, served: tuple[str, Engine], tmp_path: Path, capsys: Any
+    spoil: Callable[[Path], Any], message: str, served: tuple[str, Engine], tmp_path: Path, weights_command: Any
 ) -> None:
     index = dict.fromkeys(checkpoint(), SHARDS[0]) | {"model.embed_tokens.weight": SHARDS[1]}
     sharded(tmp_path, checkpoint(), index)
     spoil(tmp_path)
-    assert main(["weights", "--engine", served[0], "--trainer", str(tmp_path)]) == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(message, weights_command(served[0], tmp_path, code=2).err)
