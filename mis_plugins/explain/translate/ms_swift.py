@@ -9,7 +9,16 @@ from typing import Any
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, shown
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, config_of, flags, other_of, tree_or_script
+from mis_plugins.explain.translate.script import (
+    ASKED,
+    Asked,
+    Dialect,
+    Said,
+    flags,
+    other_of,
+    setting_of,
+    tree_or_script,
+)
 from mis_plugins.explain.translate.translation import (
     BY_ENTROPY,
     NO_TRUNCATED,
@@ -266,7 +275,7 @@ def _file(words: Sequence[Word]) -> Word | None:
     """The yaml or json behind `rlhf`, or behind --config of earlier releases."""
     behind = next((after for word, after in itertools.pairwise(words) if _starts(word.text)), None)
     is_named = behind and behind.text.endswith((".yaml", ".yml", ".json"))
-    return behind if is_named else config_of(words)
+    return behind if is_named else setting_of(words, "--config")
 
 
 OTHER = partial(other_of, programs=("swift", "megatron"), commands=COMMANDS)

@@ -152,18 +152,20 @@ class Builtins(Texts):
             text = self.reading.paid((first if adds else ()) + added)
             is_changed = adds or not re.fullmatch(r"0|[1-9]\d*", known(text) or "")
             text = self.unknown(node) if is_changed and f"-i {says(name)}" in self.variables else text
-            made = self._stored(node, before, text)
+            made = text
         if before and not adds and self.branch is None and f"-x {says(name)}" not in self.variables:
             self.replaced |= literals_of(before)
-        self.variables[says(name)] = made
+        self._store(node, says(name), made)
         if "-a" in self.variables:
             self.variables.setdefault(f"-x {says(name)}", self.variables["-a"])
 
-    def _stored(self, node: Node, before: Value | None, text: Text) -> Value:
-        """What a variable holds once a text is its value: the name of an array sets its first item."""
-        if not isinstance(before, list):
-            return text
-        return [text, *([maybe(says(node), self.lines(node))] if before and depends(before[0]) else before[1:])]
+    def _store(self, node: Node, name: str, value: Value) -> None:
+        """Give a variable its value; a text that the name of an array gets is the array's first item."""
+        before = self.variables.get(name)
+        if isinstance(before, list) and not isinstance(value, list):
+            may_be_none = before and depends(before[0])
+            value = [value, *([maybe(says(node), self.lines(node))] if may_be_none else before[1:])]
+        self.variables[name] = value
 
     def _declare(self, node: Node) -> None:
         """`export`, `local` and the like; within a function most of them make a variable of its own."""
@@ -188,7 +190,7 @@ class Builtins(Texts):
                 if is_plain:
                     self.run(child)
                 elif name:
-                    self.variables[name] = self._stored(node, self.variables.get(name), value)
+                    self._store(node, name, value)
                 if not name or kind in OF_FUNCTION and "n" in flags:
                     self.unread(node, "which variables it sets is not known")
                     self.variables |= {f"-n {name}": EXPORTED}
@@ -240,8 +242,7 @@ class Builtins(Texts):
         elif any(shown(word)[:1] == "-" and "a" in shown(word) for word in words):  # read -ra NAME
             value = fields(text)
         for name in names:
-            is_array = isinstance(value, list)
-            self.variables[name] = value if is_array else self._stored(node, self.variables.get(name), value)
+            self._store(node, name, value)
 
     def _set(self, node: Node, words: list[Text]) -> None:
         """`set -- WORD ...`, which sets the script's own arguments, unless `${!NAME}` finds no name and it fails."""

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mis_plugins.errors import ConfigError, shown
-from mis_plugins.explain.launch.python.expressions import Expressions
-from mis_plugins.explain.launch.python.names import Record, decorators, lines_of, name_of, place_of, says
+from mis_plugins.explain.launch.python.values import Record, Values, decorators, lines_of, name_of, place_of, says
 from mis_plugins.explain.launch.reader import Ended, Joined, Returned
 from mis_plugins.explain.launch.words import hole, literal
 
@@ -17,7 +16,7 @@ NUMBERS = {"int": (int, "a whole number"), "float": (float, "a number")}
 DECORATES = {"dataclass", "command", "callback", "dataclass_cli", "property", "staticmethod", "classmethod", "cache"}
 
 
-class Functions(Expressions):
+class Functions(Values):
     """What calls of the functions and classes of the launcher give; its command line runs one."""
 
     def define(self, node: ast.FunctionDef) -> None:

@@ -15,7 +15,7 @@ from mis_plugins.explain.launch import bash, words
 from mis_plugins.explain.launch.bash.builtins import NAMES_TRAIN
 from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, shell_of
 from mis_plugins.explain.launch.python.functions import Functions
-from mis_plugins.explain.launch.python.names import Record, as_text, key_of, lines_of, name_of, says
+from mis_plugins.explain.launch.python.values import Record, as_text, key_of, lines_of, name_of, says
 from mis_plugins.explain.launch.reader import Ended, Launch, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, fields, hole, known, literal, shown, with_holes
 

@@ -7,9 +7,18 @@ from copy import copy
 from typing import Any
 
 from mis_plugins.explain.launch.bash.builtins import NAMES_TRAIN
-from mis_plugins.explain.launch.python.expressions import LOOPS
 from mis_plugins.explain.launch.python.imported import STARTS, Imported
-from mis_plugins.explain.launch.python.names import Raised, Record, Round, Shared, decorators, equal, name_of, says
+from mis_plugins.explain.launch.python.values import (
+    LOOPS,
+    Raised,
+    Record,
+    Round,
+    Shared,
+    decorators,
+    equal,
+    name_of,
+    says,
+)
 from mis_plugins.explain.launch.reader import PACKAGES, UNCALLED, Clause, Returned, all_of, any_of
 from mis_plugins.explain.launch.words import hole
 
@@ -34,9 +43,6 @@ class Launcher(Imported):
             if not is_read and re.search(rf"\b{STARTS}|{NAMES_TRAIN.pattern}", ast.unparse(node)):
                 name = f"def {node.name}" if isinstance(node, ast.FunctionDef) else "lambda"
                 self.reading.unread[node.lineno] = f"{name}: {UNCALLED}"
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        self.visit(node.value)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         function = copy(node)  # each call of the function around it makes another
