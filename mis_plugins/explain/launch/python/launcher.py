@@ -8,17 +8,7 @@ from typing import Any
 
 from mis_plugins.explain.launch.bash.builtins import NAMES_TRAIN
 from mis_plugins.explain.launch.python.imported import STARTS, Imported
-from mis_plugins.explain.launch.python.values import (
-    LOOPS,
-    Raised,
-    Record,
-    Round,
-    Shared,
-    decorators,
-    equal,
-    name_of,
-    says,
-)
+from mis_plugins.explain.launch.python.values import LOOPS, Raised, Record, Round, decorators, equal, name_of, says
 from mis_plugins.explain.launch.reader import PACKAGES, UNCALLED, Clause, Returned, all_of, any_of
 from mis_plugins.explain.launch.words import hole
 
@@ -93,7 +83,7 @@ class Launcher(Imported):
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         before = self.visit(node.target)
         value = self.operate(node, before, node.op, self.visit(node.value))
-        if isinstance(before, Shared) or id(before) in self.alternatives:
+        if self.is_shared(before):
             self.changed(before, value)
         self.assign(node.target, value)
 
@@ -212,7 +202,7 @@ class Launcher(Imported):
             elif isinstance(owner, list) and name in ("append", "extend") and given:
                 added = given[:1] if name == "append" else given[0]
                 self.changed(owner, owner + added if isinstance(added, list) else self.unknown(node))
-            elif (isinstance(owner, list | dict) or id(owner) in self.alternatives) and name not in PURE:
+            elif self.is_shared(owner) and name not in PURE:
                 self.changed(owner, self.unknown(node))
             elif isinstance(owner, tuple) and (value := self.of_text(owner, name, given, named)) is not None:
                 return value

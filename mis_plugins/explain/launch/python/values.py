@@ -85,6 +85,10 @@ class Values(Reader, ast.NodeVisitor):
             self.alternatives[id(value)] = value, first, second
         return value
 
+    def is_shared(self, value: Any) -> bool:
+        """Whether a value is one that several names may hold, and that changes for all of them."""
+        return isinstance(value, Shared) or id(value) in self.alternatives
+
     def visit(self, node: ast.AST) -> Any:
         self.reading.spend()
         return super().visit(node)
