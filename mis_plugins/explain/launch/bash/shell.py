@@ -213,7 +213,7 @@ class Shell(Commands):
             return
         with self.now(is_sure_round=False):
             for word in values:
-                self.variables[says(name)] = word
+                self._store(node, says(name), word)
                 self.run(body)
 
     def _loop(self, node: Node) -> None:
