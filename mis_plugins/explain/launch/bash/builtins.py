@@ -157,9 +157,11 @@ class Builtins(Texts):
             self.unread(node, "which variable it sets is not known")
         if f"-r {name}" in self.variables:
             return self.unread(node, f"bash refuses it, since {name} is readonly")
-        before, is_array = self.variables.get(name), isinstance(value, list)
-        if f"-i {name}" in self.variables and (is_array or not re.fullmatch(r"0|[1-9]\d*", known(value) or "")):
-            value = [self.unknown(node)] if is_array else self.unknown(node)
+        before, is_computed = self.variables.get(name), f"-i {name}" in self.variables
+        if is_computed and isinstance(value, list):
+            value = [self.unknown(node)]
+        elif is_computed and not re.fullmatch(r"0|[1-9]\d*", known(value) or ""):
+            value = self.unknown(node)
         if isinstance(before, list) and not isinstance(value, list):
             may_be_none = before and depends(before[0])
             value = [value, *([maybe(says(node), self.lines(node))] if may_be_none else before[1:])]
