@@ -57,6 +57,10 @@ def assert_corrects(argv: list[str]) -> None:
     assert weights == pytest.approx(expected, rel=1e-6) and not all(math.isclose(one, 1) for one in weights)
 
 
+def test_an_array_whose_items_may_all_be_none_gives_no_alternative_for_sure() -> None:
+    assert not words("X=($A $B)\npython3 train.py ${X[@]:+--lr}")[0].is_known
+
+
 @pytest.mark.parametrize("sets", ["read A <<< 1+1", "export 'A=1+1'", "for A in 1+1; do :; done"])
 def test_a_sum_for_an_integer_is_not_known(sets: str) -> None:
     assert not words(f"declare -i A\n{sets}\npython3 train.py $A")[0].is_known

@@ -314,19 +314,11 @@ def lines_of(node: ast.AST) -> Lines:
     return first, getattr(node, "end_lineno", None) or first
 
 
-def place_of(node: ast.expr) -> str:
-    return f"{node.lineno}:{node.col_offset}"
-
-
 def name_of(node: ast.expr | None) -> str:
     """The last part of a dotted name."""
     if isinstance(node, ast.Call):
         return name_of(node.func)
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-
-
-def decorators(node: ast.FunctionDef) -> set[str]:
-    return set(map(name_of, node.decorator_list))
 
 
 def names_set(*nodes: ast.AST) -> list[str]:
