@@ -158,8 +158,8 @@ class Builtins(Texts):
         if f"-r {name}" in self.variables:
             return self.unread(node, f"bash refuses it, since {name} is readonly")
         before, is_computed = self.variables.get(name), f"-i {name}" in self.variables
-        if is_computed and isinstance(value, list):
-            value = [self.unknown(node)]
+        if isinstance(value, list):
+            value = [self.unknown(node)] if is_computed else value
         elif is_computed and not re.fullmatch(r"0|[1-9]\d*", known(value) or ""):
             value = self.unknown(node)
         if isinstance(before, list) and not isinstance(value, list):
