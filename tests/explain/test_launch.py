@@ -61,6 +61,16 @@ def test_an_array_whose_items_may_all_be_none_gives_no_alternative_for_sure() ->
     assert not words("X=($A $B)\npython3 train.py ${X[@]:+--lr}")[0].is_known
 
 
+def test_all_arguments_in_one_word_have_a_default_only_where_there_are_none() -> None:
+    assert texts("set -- x 'y z'\npython3 train.py \"${*:-b}\" ${*:+c}") == ["x y z", "c"]
+    assert texts("set --\npython3 train.py ${*:-b} ${@:-d}") == ["b", "d"]
+
+
+@pytest.mark.parametrize("sets", ["read 'X[0]' <<< c", "printf -v 'X[0]' c"])
+def test_an_item_that_a_command_sets_is_not_known(sets: str) -> None:
+    assert not words(f"X=(a b)\n{sets}\npython3 train.py $X")[0].is_known
+
+
 @pytest.mark.parametrize("sets", ["read A <<< 1+1", "export 'A=1+1'", "for A in 1+1; do :; done"])
 def test_a_sum_for_an_integer_is_not_known(sets: str) -> None:
     assert not words(f"declare -i A\n{sets}\npython3 train.py $A")[0].is_known

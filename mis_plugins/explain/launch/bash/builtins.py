@@ -129,10 +129,9 @@ class Builtins(Texts):
         place, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         if place is None:
             return
-        name = says(place).partition("[")[0]
+        name = says(place)
         if place.type == "subscript":
-            self._store(node, name, [maybe(says(node), self.lines(node))])
-            return
+            return self._store(node, name, ())
         before, adds = self.variables.get(name), any(child.type == "+=" for child in node.children)
         made: Value
         if value is not None and value.type == "array":
@@ -152,7 +151,12 @@ class Builtins(Texts):
         self._store(node, name, made)
 
     def _store(self, node: Node, name: str, value: Value) -> None:
-        """Give a variable its value, as its attributes have it; a text for an array becomes the array's first item."""
+        """Give a variable its value, as its attributes have it; a text for an array becomes the array's first item.
+
+        Of an array with another item set, as `NAME[1]` sets one, no item is known.
+        """
+        name, item, _ = name.partition("[")
+        value = [maybe(says(node), self.lines(node))] if item else value
         if f"-n {name}" in self.variables:
             self.unread(node, "which variable it sets is not known")
         if f"-r {name}" in self.variables:

@@ -318,8 +318,8 @@ class Texts(Reader):
             return literal(str(self.path))
         if whole and not says(named).endswith(("[@]", "[*]")):
             return self._item(node, name)
-        value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
-        if isinstance(value, list) and not whole:
+        value = self.variables.get("@" if name == "*" else name, self._argument(name) if name.isdigit() else None)
+        if isinstance(value, list) and not whole and name not in ("@", "*"):
             value = self._first(value, node) if value else None
         text = spaced(value) if isinstance(value, list) else value or ()
         if says(node).endswith("#*=}") and (content := known(text)) is not None:
