@@ -57,6 +57,25 @@ def assert_corrects(argv: list[str]) -> None:
     assert weights == pytest.approx(expected, rel=1e-6) and not all(math.isclose(one, 1) for one in weights)
 
 
+def test_an_array_whose_items_may_all_be_none_gives_no_alternative_for_sure() -> None:
+    assert not words("X=($A $B)\npython3 train.py ${X[@]:+--lr}")[0].is_known
+
+
+def test_all_arguments_in_one_word_have_a_default_only_where_there_are_none() -> None:
+    assert texts("set -- x 'y z'\npython3 train.py \"${*:-b}\" ${*:+c}") == ["x y z", "c"]
+    assert texts("set --\npython3 train.py ${*:-b} ${@:-d}") == ["b", "d"]
+
+
+@pytest.mark.parametrize("sets", ["read 'X[0]' <<< c", "printf -v 'X[0]' c"])
+def test_an_item_that_a_command_sets_is_not_known(sets: str) -> None:
+    assert not words(f"X=(a b)\n{sets}\npython3 train.py $X")[0].is_known
+
+
+@pytest.mark.parametrize("sets", ["read A <<< 1+1", "export 'A=1+1'", "for A in 1+1; do :; done"])
+def test_a_sum_for_an_integer_is_not_known(sets: str) -> None:
+    assert not words(f"declare -i A\n{sets}\npython3 train.py $A")[0].is_known
+
+
 CASES = {
     "nothing of ours": (FLAT, shell(), ()),
     "the host's example": (
@@ -157,6 +176,8 @@ TOLD = [
     (None, "# a\npython3 train.py --lr 1\r\n", (), 2, "line 2: bash takes a CR or BOM for a letter of a word"),
     (None, "\ufeffpython3 train.py --lr 1\n", (), 2, "line 1: bash takes a CR or BOM for a letter of a word"),
     (MIS, f"readonly A=1\nA=2\npython3 train.py $A {FULL}", (), 0, "line 2: A=2: bash refuses it, since A is readonly"),
+    (MIS, f"readonly A=1\nread A <<< 2\npython3 train.py $A {FULL}", (), 0, "read A <<< 2: bash refuses it, since"),
+    (MIS, f"readonly A=1\nfor A in 2; do :; done\npython3 train.py $A {FULL}", (), 0, "bash refuses it, since A is"),
     (MIS, f"export A=1\nf() {{ python3 train.py --x; }}\npython3 train.py {FULL}", (), 0, "is read here calls it"),
     (MIS, f"import os\nlambda a=1: os.system('python3 train.py')\nos.system('python3 train.py {FULL}')", (), 0,
      "lambda: may start train.py too, and nothing that is read here calls it"),

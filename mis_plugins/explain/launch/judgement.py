@@ -5,7 +5,7 @@ import base64
 import itertools
 import os.path
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from mis_plugins.errors import UserError
 from mis_plugins.explain.launch.reader import PACKAGES, Launch, Reading, from_start
 from mis_plugins.explain.launch.words import HOLE, Word, flags_of, known
 from mis_plugins.explain.words import flags as flags_for
-from mis_plugins.hosts.arguments import NEWER, kinds, near, recorded
+from mis_plugins.hosts.arguments import NEWER, Kind, kinds, near, recorded
 from mis_plugins.hosts.arguments import flags as recorded_flags
 from mis_plugins.hosts.checkout import Folder
 from mis_plugins.hosts.checks import REPLAY
@@ -201,7 +201,7 @@ def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
             return hosts[backend]
     if len(launch.hosts) == 1:
         return hosts[next(iter(launch.hosts))]
-    theirs = {name: _taken([hosts[name]]) for name in PACKAGES}
+    theirs = {name: _taken(hosts[name]) for name in PACKAGES}
     given = flags.keys() & set().union(*theirs.values())
     only = [name for name in theirs if given <= theirs[name]]
     return hosts[only[0]] if len(only) == 1 else None
@@ -214,7 +214,7 @@ def _unsure(launch: Launch, flags: Mapping[str, Flag], host: Host | None) -> Ite
     decides = DECIDES if host and host.name in BACKENDS else {BACKEND}
     for name, flag in flags.items():  # argparse completes a flag but where Megatron parses
         for whole in sorted(decides - {name}):
-            if len(name) > 2 and whole.startswith(name) and name not in _taken([host] if host else recorded().values()):
+            if len(name) > 2 and whole.startswith(name) and name not in _taken(host):
                 yield f"{name} ({flag.word.place}): Miles may take it for {whole}; write it out"
         if name in SWITCHES and (value := flag.value) is not None and value.is_known:
             yield f"{name} ({flag.word.place}): takes no value, and the host's parser refuses {value.source!r}; drop it"
@@ -225,18 +225,18 @@ def _unsure(launch: Launch, flags: Mapping[str, Flag], host: Host | None) -> Ite
             "corrects is its own matter"
         )
     for name, flag in flags.items():
-        for word in (flag.word, flag.value):
-            if name in DECIDES and word is not None and word.branch:
-                yield f"{name} ({word.place}): there only if this holds: {word.branch}"
-                break
+        unsure = [word for word in (flag.word, flag.value) if word is not None and word.branch]
+        if name in DECIDES and unsure:
+            yield f"{name} ({unsure[0].place}): there only if this holds: {unsure[0].branch}"
         value = flag.value
         if name in DECIDES - {CONFIG} and value is not None and not value.is_known and name not in SWITCHES:
             yield f"{name} ({flag.word.place}): only running the script would tell its value, {value.source}"
 
 
-def _taken(hosts: Iterable[Host]) -> set[str]:
-    """The flags of hosts where their parsers were recorded."""
-    return {flag for host in hosts for record in host.records for flag in recorded_flags(record)}
+def _taken(host: Host | None, kind: Kind | None = None) -> set[str]:
+    """The flags of a host, or of every host, where their parsers were recorded; of one kind alone, as switches."""
+    hosts = [host] if host else recorded().values()
+    return {flag for each in hosts for record in each.records for flag in recorded_flags(record, kind)}
 
 
 def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
@@ -346,7 +346,7 @@ def _other_loss(flags: Mapping[str, Flag]) -> str | None:
 
 def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str]:
     """Flags that the host's recorded parsers do not know; without a host, flags that nearly spell one that decides."""
-    taken = _taken([host] if host else recorded().values())
+    taken = _taken(host)
     count = DECIDES | {name for name in taken if name.endswith("-path")}
     for name, flag in flags.items():
         is_open = not flag.word.is_known or name.startswith("--eval-sglang-") or len(name) < 3
@@ -359,9 +359,7 @@ def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str
 
 def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
     """Parts of the command that may hold further flags."""
-    hosts = [host] if host else recorded().values()
-    records = {NEWER, *(record for each in hosts for record in each.records)}
-    switches = {flag for record in records for flag in recorded_flags(record, "switch")}
+    switches = _taken(host, "switch") | recorded_flags(NEWER, "switch")
     for before, word in itertools.pairwise((ABSENT.word, *launch.words)):
         takes = before.text.startswith("--") and "=" not in before.text and before.text not in switches
         is_open = set(word.text) == {HOLE} or "--" in word.text and HOLE in word.text.partition("=")[0]

@@ -48,6 +48,7 @@ OLD_MODES = tuple(f"{level}_{action}" for level in CHOICES["level"] for action i
 MOVED = (
     f"{OLD_CAP}, {OLD_MODE}: AReaL 1.0.4 refuses both, and names rejection_sampling in their place, which stands here."
 )
+BINARY = "binary_kl"
 KPOP = (
     "binary_kl is AReaL's KPop, the larger binary KL of both directions, and binary_kl here is that of mu to pi_old "
     "alone, which drops other tokens; where one direction is enough, put rejection_sampling.metric=ratio behind the "
@@ -285,6 +286,8 @@ def _filled(block: Any) -> dict[str, Any]:
 
 def _check_same(keys: Mapping[str, Any]) -> None:
     """Refuse bounds that leave out equal policies, as both are in AReaL without the decoupled loss."""
+    if keys["metric"] != BINARY:
+        _check_choices(keys)
     (lower, upper), same = _bounds(keys), float(keys["metric"] == "ratio")
     if upper < same or lower is not None and lower > same:
         bound = "upper" if upper < same else "lower"
@@ -297,10 +300,9 @@ def _check_same(keys: Mapping[str, Any]) -> None:
 def _rejection(block: Any) -> CorrectionConfig:
     """What `rejection_sampling` means."""
     keys = _filled(block)
-    if keys["metric"] == "binary_kl":
+    if keys["metric"] == BINARY:
         raise ConfigError(f"{REJECTION}.metric: {KPOP}")
-    for key, choices in CHOICES.items():
-        choice(keys[key], f"{REJECTION}.{key}", choices)
+    _check_choices(keys)
     lower, upper = _bounds(keys)
     with spelled(lower=f"{REJECTION}.lower", upper=f"{REJECTION}.upper"):
         if keys["action"] == "clamp":
@@ -309,6 +311,11 @@ def _rejection(block: Any) -> CorrectionConfig:
         over = "token" if keys["level"] == "token" else keys["agg"]
         rule = _rule(keys["metric"], over, lower, upper)
         return CorrectionConfig(model.WeightConfig("geometric" if by_sequence else "token", "none"), (rule,))
+
+
+def _check_choices(keys: Mapping[str, Any]) -> None:
+    for key, choices in CHOICES.items():
+        choice(keys[key], f"{REJECTION}.{key}", choices)
 
 
 def _bounds(keys: Mapping[str, Any]) -> tuple[float | None, float]:

@@ -9,26 +9,9 @@ from typing import Any
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, shown
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, config_of, flags, other_of, tree_or_script
-from mis_plugins.explain.translate.translation import (
-    BY_ENTROPY,
-    NO_TRUNCATED,
-    OVER_RESPONSES,
-    OVER_TOKENS,
-    Translation,
-    as_written,
-    beside,
-    check_keys,
-    choice,
-    clip_flags,
-    flag_of,
-    is_open,
-    places,
-    refuse_open,
-    settings_behind,
-    truth,
-    whole,
-)
+from mis_plugins.explain.translate import script, translation
+from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, flags, tree_or_script
+from mis_plugins.explain.translate.translation import Translation, as_written, choice, is_open, truth
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 COMMANDS = ("pt", "sft", "infer", "merge-lora", "web-ui", "deploy", "rollout", "sample", "export", "eval", "app")
@@ -46,8 +29,8 @@ KL_IN_REWARD, SCALE = "kl_in_reward", "scale_rewards"
 OF_KL = ("beta", KL_IN_REWARD, "advantage_estimator", SCALE)
 CLIPS = ("epsilon", "epsilon_high", "delta")
 UNSERVED = {
-    "top_entropy_quantile": BY_ENTROPY,
-    "overlong_filter": NO_TRUNCATED,
+    "top_entropy_quantile": translation.BY_ENTROPY,
+    "overlong_filter": translation.NO_TRUNCATED,
     **dict.fromkeys(
         ("teacher_model", "teacher_model_server"), (None, "changes the advantages of tokens; nothing here does.")
     ),
@@ -59,8 +42,8 @@ UNSERVED = {
 OF_CLIP = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"), "importance_sampling_level": ("token",)}
 READ = (TYPE, *KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS, *CLIPS, *UNSERVED)
 BESIDE = {
-    "loss_type": dict.fromkeys(("grpo", "sapo"), OVER_RESPONSES)
-    | dict.fromkeys(("bnpo", "dapo", "cispo"), OVER_TOKENS),
+    "loss_type": dict.fromkeys(("grpo", "sapo"), translation.OVER_RESPONSES)
+    | dict.fromkeys(("bnpo", "dapo", "cispo"), translation.OVER_TOKENS),
     "importance_sampling_level": {
         "token": "is what the hosts' policy loss does",
         "sequence": "is --advantage-estimator gspo of the hosts",
@@ -94,7 +77,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     that only the launch decides.
     """
     expected, options = f"KEY=VALUE, KEY one of {', '.join(KEYS)}", "options are --line N and --as-documented"
-    won = dict(settings_behind(behind, expected, _is_ours, options=options))
+    won = dict(translation.settings_behind(behind, expected, _is_ours, options=options))
     source = _said(text, set(won), asked)
     keys = {**source.settings, **won}
     if isinstance(losses := keys.get(LOSS), list):
@@ -103,7 +86,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
         keys[LOSS] = losses[0]
     if (kind := keys.get(TYPE, GRPO)) != GRPO and not is_open(kind):
         raise ConfigError(f"nothing to translate: {TYPE}: {as_written(kind)}; ms-swift corrects with {GRPO} alone")
-    check_keys("ms-swift", keys, READ, KEYS, FAMILIES, source.tree)
+    translation.check_keys("ms-swift", keys, READ, KEYS, FAMILIES, source.tree)
     own = (*OF_CLIP, *OWN[str(keys[LOSS])]) if _has_own_loss(keys) else ()
     read = dict.fromkeys((*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *own, *CLIPS, *UNSERVED))
     given = {key: keys[key] for key in read if key in keys}
@@ -111,7 +94,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
         del given[THRESHOLD]  # without effect
     masks, weighs = (given.get(key) is not None for key in (DELTA, MODE))
     decide = (*KEYS, USE_VLLM, *own, *(OF_KL if masks else ()), *(() if masks or weighs else (LOSS,)))
-    refuse_open({key: value for key, value in given.items() if key in decide}, {})
+    translation.refuse_open({key: value for key, value in given.items() if key in decide}, {})
     if not set(given) & set(KEYS) and not own:
         source.prove_nothing()
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")
@@ -202,10 +185,10 @@ def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
         yield f"{LOSS}: bnpo: ms-swift divides by the tokens that its mask leaves, and the hosts by all valid ones."
     if mode is not None or masks:
         if given.get(LOSS) in (None, *OF_CLIP[LOSS]):
-            yield from clip_flags(given, CLIPS)
-        yield from beside(given, UNSERVED, (*OF_KL, *OF_CLIP, *CLIPS))
+            yield from translation.clip_flags(given, CLIPS)
+        yield from translation.beside(given, UNSERVED, (*OF_KL, *OF_CLIP, *CLIPS))
     if given.get(LOSS) == "cispo":
-        yield from clip_flags(given, CLIPS, of_ratio=True)
+        yield from translation.clip_flags(given, CLIPS, of_ratio=True)
     yield from _of_loss(given, has_own, masks and _weighs_kl(given) and not has_own)
 
 
@@ -243,19 +226,19 @@ def _has_kl(given: Mapping[str, Any]) -> bool:
 def _said(text: str, behind: set[str], asked: Asked) -> Said:
     """The flags of a launch script, or a yaml mapping whose keys may begin with dashes; `--a-key` is `--a_key`."""
     source = tree_or_script(text, DIALECT, behind, asked)
-    of_yaml = {flag_of(key): value for key, value in source.tree.items()}
+    of_yaml = {translation.flag_of(key): value for key, value in source.tree.items()}
     for key in source.settings.keys() & of_yaml.keys() - behind if "--config" in text else ():
         if _is_ours(key) and str(source.settings[key]) != str(of_yaml[key]):
             raise ConfigError(
                 f"{key}: {as_written(source.settings[key])} contradicts {as_written(of_yaml[key])} in the yaml that "
                 f"the script names; releases with --config take the second: put {key}=VALUE behind the file"
             )
-    strays = [place for place in places(source.tree, KEYS) if place not in source.tree]
+    strays = [place for place in translation.places(source.tree, KEYS) if place not in source.tree]
     return replace(source, settings={**of_yaml, **source.settings}).beside(strays)
 
 
 def _is_ours(key: str) -> bool:
-    return key.startswith(FAMILIES) or bool(whole(key, READ))
+    return key.startswith(FAMILIES) or bool(translation.whole(key, READ))
 
 
 def _starts(word: str) -> bool:
@@ -266,8 +249,8 @@ def _file(words: Sequence[Word]) -> Word | None:
     """The yaml or json behind `rlhf`, or behind --config of earlier releases."""
     behind = next((after for word, after in itertools.pairwise(words) if _starts(word.text)), None)
     is_named = behind and behind.text.endswith((".yaml", ".yml", ".json"))
-    return behind if is_named else config_of(words)
+    return behind if is_named else script.setting_of(words, "--config")
 
 
-OTHER = partial(other_of, programs=("swift", "megatron"), commands=COMMANDS)
+OTHER = partial(script.other_of, programs=("swift", "megatron"), commands=COMMANDS)
 DIALECT = Dialect("ms-swift", KEYS, flags, _is_ours, _starts, _file, corrects="rlhf", other=OTHER)

@@ -18,7 +18,7 @@ from mis_plugins.config.file import text_of
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.bash.builtins import DECLARES, PRINTS
 from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, HANDS_ON, LEAVES_FILES, SHELLS
-from mis_plugins.explain.launch.bash.grammar import one_line, parts_of, says
+from mis_plugins.explain.launch.bash.grammar import around, one_line, parts_of, says
 from mis_plugins.explain.launch.bash.shell import RUN, Shell
 from mis_plugins.explain.launch.reader import Reading, from_start
 from mis_plugins.explain.launch.words import HOLE, Text, Word, flags_of, hole, known, word_of
@@ -54,11 +54,6 @@ class Asked:
 ASKED = Asked()
 
 
-def config_of(words: Sequence[Word]) -> Word | None:
-    """The yaml that a command names behind --config."""
-    return setting_of(words, "--config")
-
-
 @dataclass(frozen=True)
 class Dialect:
     """How the command line of a framework says its settings.
@@ -80,7 +75,7 @@ class Dialect:
     settings: Callable[[Sequence[Word]], Iterator[tuple[str, Value]]]
     reads: Callable[[str], bool]
     starts: Callable[[str], bool]
-    file: Callable[[Sequence[Word]], Word | None] = config_of
+    file: Callable[[Sequence[Word]], Word | None] = lambda words: setting_of(words, "--config")
     own_yamls: tuple[str, ...] = ()
     blocks: Collection[str] = ()
     corrects: str = ""
@@ -382,8 +377,7 @@ class Commands(Shell):
 
     def call(self, node: Node, words: list[Text]) -> None:
         line = self.lines(node)[0]
-        self.callers += [line] if line else []
-        try:
+        with self.now(callers=[*self.callers, line] if line else self.callers):
             given = [word_of(word) for word in words]
             begins = any(self._is_setting(path) for path, _ in self.dialect.settings(given[:1]))
             is_whole = node.parent and node.parent.parent is None and node.parent.named_child_count == 1
@@ -394,9 +388,6 @@ class Commands(Shell):
                 self.reading.unread.setdefault(line, f"{cut(one_line(node))}: {why}")
             else:
                 super().call(node, words)
-        finally:
-            if line:
-                self.callers.pop()
 
     def _is_setting(self, path: str) -> bool:
         return self.dialect.reads(path.lstrip("~"))
@@ -623,11 +614,7 @@ def _places(source: bytes, keys: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 def _chain(root: Node, begin: int) -> list[Node]:
     """The node at a byte, and all that it stands in."""
-    node, chain = root.descendant_for_byte_range(begin, begin + 1), []
-    while node is not None:
-        chain.append(node)
-        node = node.parent
-    return chain
+    return list(around(root.descendant_for_byte_range(begin, begin + 1)))
 
 
 def _named(root: Node, name: str) -> Iterator[Node]:

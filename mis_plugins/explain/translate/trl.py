@@ -16,27 +16,9 @@ from typing import Any
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, cut
 from mis_plugins.explain.launch.words import Word
+from mis_plugins.explain.translate import translation
 from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, Value, flags, other_of, tree_or_script
-from mis_plugins.explain.translate.translation import (
-    BY_ENTROPY,
-    NO_TRUNCATED,
-    OVER_RESPONSES,
-    OVER_TOKENS,
-    Open,
-    Translation,
-    as_written,
-    beside,
-    check_keys,
-    choice,
-    clip_flags,
-    flag_of,
-    listed,
-    places,
-    refuse_open,
-    settings_behind,
-    truth,
-    whole,
-)
+from mis_plugins.explain.translate.translation import Translation, as_written, beside, choice, listed, truth
 
 FAMILY = "vllm_importance_sampling_"
 USE_VLLM, CORRECTION, MODE = "use_vllm", f"{FAMILY}correction", f"{FAMILY}mode"
@@ -64,14 +46,14 @@ LEVELS = ("token", "sequence")
 CONFIG, GMPO = "GRPOConfig", "GMPOConfig"  # the second is a `loss_type` here, as TRL's own does nothing there
 NO_BOUND = 1e9  # above every ratio of the hooks, which is at most e^20
 AVERAGES = {
-    **dict.fromkeys(("grpo", "sapo", GMPO), OVER_RESPONSES),
-    **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), OVER_TOKENS),
+    **dict.fromkeys(("grpo", "sapo", GMPO), translation.OVER_RESPONSES),
+    **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), translation.OVER_TOKENS),
     "dr_grpo": "divides by max_completion_length, which no flag of the hosts does; their average stays",
     "luspo": "multiplies each sequence by its length, which no flag of the hosts does; their average stays",
 }
 UNSERVED = {
-    "top_entropy_quantile": BY_ENTROPY,
-    "mask_truncated_completions": NO_TRUNCATED,
+    "top_entropy_quantile": translation.BY_ENTROPY,
+    "mask_truncated_completions": translation.NO_TRUNCATED,
     "entropy_coef": (0.0, "of an entropy bonus is --entropy-coef of the hosts."),
     "use_adaptive_entropy": (False, "moves entropy_coef by the entropy of each step; nothing here does."),
 }
@@ -99,10 +81,10 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     It raises ConfigError for no key of TRL's, a value that TRL refuses or the launch decides, or a loss unlike ours.
     """
     expected = f"KEY=VALUE, KEY one of {', '.join(READ)}"
-    won = dict(settings_behind(map(_switched_off, behind), expected, _is_read))
+    won = dict(translation.settings_behind(map(_switched_off, behind), expected, _is_read))
     source = _said(text, set(won), asked)
     keys = {**source.settings, **won}
-    check_keys("TRL", keys, FLAGS, KEYS, FAMILIES, source.tree)  # a yaml may hold any key
+    translation.check_keys("TRL", keys, FLAGS, KEYS, FAMILIES, source.tree)  # a yaml may hold any key
     nothing = ("none", "null")  # to TRL's parser
     given = {key: None if str(keys[key]).lower() in nothing else keys[key] for key in READ if key in keys}
     if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, GMPO):
@@ -111,7 +93,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
             f"nothing to translate: none of {', '.join(KEYS)} in it; TRL corrects by default with {USE_VLLM}: true, so "
             f"put {USE_VLLM}=true behind the file if the script sets it"
         )
-    refuse_open({key: given[key] for key in given if key in (*KEYS, *OF_LOSS, *OWN_KEYS)}, {})
+    translation.refuse_open({key: given[key] for key in given if key in (*KEYS, *OF_LOSS, *OWN_KEYS)}, {})
     weight = _weight(given)
     mis = ({"weight": weight} if weight else {}) | _masked(given)
     if not mis:
@@ -240,7 +222,7 @@ def _of_loss(given: Mapping[str, Any], mis: Mapping[str, Any]) -> Iterator[str]:
         yield f"{listed(strays)}: without effect in TRL, and here, with another loss_type."
     if loss not in ("sapo", "vespo"):  # which clip nothing
         by_default = {"epsilon": 0.4} if _is_gmpo(given) else {}
-        yield from clip_flags(by_default | dict(given), CLIPS, of_ratio=loss == "cispo")
+        yield from translation.clip_flags(by_default | dict(given), CLIPS, of_ratio=loss == "cispo")
     yield from beside(given, UNSERVED, CLIPS)
 
 
@@ -253,7 +235,7 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     if asked.path.suffix == ".py" or called and asked.path.suffix not in (".sh", ".yaml", ".yml"):
         return _of_call(text, behind)
     source = tree_or_script(text, DIALECT, behind, asked)
-    strays = [place for place in places(source.tree, KEYS) if place not in source.tree]
+    strays = [place for place in translation.places(source.tree, KEYS) if place not in source.tree]
     return replace(source, settings={**source.tree, **source.settings}).beside(strays)
 
 
@@ -314,19 +296,19 @@ def _literal(node: ast.expr, source: str) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError):
-        return Open(source)
+        return translation.Open(source)
 
 
 def _switched_off(setting: str) -> str:
     """`--no_KEY`, which stands behind a file as no_KEY=true, as the setting KEY=false."""
     name, _, value = setting.partition("=")
-    key = flag_of(name)
+    key = translation.flag_of(name)
     return f"{key[3:]}=false" if key in OFF and value == "true" else setting
 
 
 def _is_read(key: str) -> bool:
     """Whether a flag is one of `READ`, in full or shortened as argparse takes it, or may be another of its families."""
-    return key.startswith(FAMILIES) or key not in OFF and bool(whole(key, FLAGS))
+    return key.startswith(FAMILIES) or key not in OFF and bool(translation.whole(key, FLAGS))
 
 
 def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:

@@ -13,24 +13,9 @@ from typing import Any
 from mis_plugins.config.reading import convert, number, suggest
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate import script, verl_presets
+from mis_plugins.explain.translate import script, translation, verl_presets
 from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, Value, tree_or_script
-from mis_plugins.explain.translate.translation import (
-    OVER_RESPONSES,
-    OVER_TOKENS,
-    Open,
-    Translation,
-    Unquoted,
-    as_written,
-    beside,
-    choice,
-    is_open,
-    of_hydra,
-    of_script,
-    places,
-    refuse_open,
-    settings_behind,
-)
+from mis_plugins.explain.translate.translation import Translation, Unquoted, as_written, beside, choice, is_open
 
 SECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
 KEYS = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold",
@@ -133,7 +118,7 @@ WEIGHTS_OF_ITS_OWN = (
     "rollout_is: with policy_loss.loss_mode: bypass_mode, and bypass_mode not true, verl's loss is PPO's clip against "
     "pi_old and applies none of these weights."
 )
-OVER_SEQUENCES = f"loss_agg_mode: not read by verl's {{mode}}, which {OVER_RESPONSES}."
+OVER_SEQUENCES = f"loss_agg_mode: not read by verl's {{mode}}, which {translation.OVER_RESPONSES}."
 GEOMETRIC_RULES = (
     "rollout_rs: verl's geo_mean takes the mean log ratio of the tokens that a rule over tokens leaves, and here that "
     "of all valid tokens."
@@ -157,8 +142,8 @@ BESIDE = {
 }
 """What to set for a loss of the actor that the translation leaves out."""
 REDUCTIONS = {
-    "token-mean": f"{OVER_TOKENS}; the flag refuses denominator: kept.",
-    "seq-mean-token-mean": f"{OVER_RESPONSES}.",
+    "token-mean": f"{translation.OVER_TOKENS}; the flag refuses denominator: kept.",
+    "seq-mean-token-mean": f"{translation.OVER_RESPONSES}.",
 }
 NO_REDUCTION = "is no host's way: hosts average each response and then all, or over all tokens."
 BY_DEFAULT = f"loss_agg_mode: token-mean, verl's default, {REDUCTIONS['token-mean']}"
@@ -194,7 +179,9 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     It raises ConfigError, with verl's key, for no such section, an unknown key, or a value that verl refuses.
     """
     # Hydra's `+` adds a key.
-    overrides = settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_read, lambda key: _full(key.lstrip("+")), _value)
+    overrides = translation.settings_behind(
+        behind, f"{SECTION}.KEY=VALUE", _is_read, lambda key: _full(key.lstrip("+")), _value
+    )
     won = _of_overrides([*overrides])
     source = _said(text, set(won), asked)
     settings = {**source.settings, **won}
@@ -241,7 +228,7 @@ def _full(path: str) -> str:
 
 def _value(text: str) -> Any:
     """A value of Hydra's; empty text and switches of YAML alone (`no`) stay text, which verl does not convert."""
-    value = of_hydra(text)
+    value = translation.of_hydra(text)
     is_ours = isinstance(value, bool) and text.strip().lower() not in ("true", "false")
     return text if is_ours or text == "" else value
 
@@ -257,9 +244,9 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     if is_by_default or "async_training" in tree:
         of_yaml = {ASYNC: True} | ({BYPASS: True} if is_by_default else {}) | of_yaml
     elif ASYNC in own and not tree and BYPASS not in own:
-        of_yaml = {BYPASS: Open("a yaml that is not here")}
+        of_yaml = {BYPASS: translation.Open("a yaml that is not here")}
     seen = {part for path in of_yaml for part in path.split(".")}
-    strays = [place for place in places(tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
+    strays = [place for place in translation.places(tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
     return replace(source, settings={**of_yaml, **own}).beside(strays)
 
 
@@ -298,7 +285,7 @@ def _of_script(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The values of Hydra's overrides in a launch script."""
     if SECTION in settings and settings.keys() - {SECTION, ASYNC}:
         raise ConfigError(f"{SECTION}: stands beside a value for all of it; give one of them")
-    values = ((path, x if is_open(x) else of_script(path, x, _value)) for path, x in settings.items())
+    values = ((path, x if is_open(x) else translation.of_script(path, x, _value)) for path, x in settings.items())
     return _of_overrides([*values])
 
 
@@ -399,9 +386,9 @@ def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, 
             modes = " or ".join(name for name, (_, keys) in LOSS_MODES.items() if key in keys)
             raise ConfigError(f"{key}: read with policy_loss.loss_mode: {modes} alone")
     if not read:
-        refuse_open({key: given[key] for key in given if key in KEYS} or {LOSS_MODE: mode}, SHORT)
+        translation.refuse_open({key: given[key] for key in given if key in KEYS} or {LOSS_MODE: mode}, SHORT)
     given = {key: given[key] for key in given if key in (*KEYS, *read, *([LOSS_MODE] * bool(read)))}
-    refuse_open(given, SHORT)
+    translation.refuse_open(given, SHORT)
     _check_copy(settings)
     return given
 

@@ -126,44 +126,52 @@ class Builtins(Texts):
         return tuple(replace(piece, text=piece.text and re.sub(tabs, r"\1", piece.text)) for piece, tabs in parts)
 
     def _assignment(self, node: Node) -> None:
-        name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
-        if name is None:
+        place, value = node.child_by_field_name("name"), node.child_by_field_name("value")
+        if place is None:
             return
-        if f"-n {says(name).partition('[')[0]}" in self.variables:
-            self.unread(node, "which variable it sets is not known")
-        if name.type == "subscript":
-            self.variables[says(name.named_children[0])] = [maybe(says(node), self.lines(node))]
-            return
-        if f"-r {says(name)}" in self.variables:
-            return self.unread(node, f"bash refuses it, since {says(name)} is readonly")
-        before = self.variables.get(says(name))
-        adds = any(child.type == "+=" for child in node.children)
+        name = says(place)
+        if place.type == "subscript":
+            return self._store(node, name, ())
+        before, adds = self.variables.get(name), any(child.type == "+=" for child in node.children)
         made: Value
         if value is not None and value.type == "array":
             kept = [] if before is None or not adds else before if isinstance(before, list) else [before]
             made = [*kept, *self.joined(value, value.named_children)]
-            is_changed = f"-i {says(name)}" in self.variables
-            if is_changed or any(shown(word)[:1] == "[" and "]=" in shown(word) for word in made):
-                made = [self.unknown(node)]
             self.reading.spend(1 + len(made))
+            has_key = any(shown(word)[:1] == "[" and "]=" in shown(word) for word in made)
+            made = [self.unknown(node)] if has_key else made
         else:
             first = self._first(before, node) if isinstance(before, list) else before or ()
             added = self.text(value) if value else self.unknown(node) if node.has_error else ()
-            text = self.reading.paid((first if adds else ()) + added)
-            is_changed = adds or not re.fullmatch(r"0|[1-9]\d*", known(text) or "")
-            text = self.unknown(node) if is_changed and f"-i {says(name)}" in self.variables else text
-            made = self._stored(node, before, text)
-        if before and not adds and self.branch is None and f"-x {says(name)}" not in self.variables:
+            made = self.reading.paid((first if adds else ()) + added)
+            made = self.unknown(node) if adds and f"-i {name}" in self.variables else made
+        is_kept = adds or not self.variables.keys().isdisjoint((f"-x {name}", f"-r {name}"))
+        if before and not is_kept and self.branch is None:
             self.replaced |= literals_of(before)
-        self.variables[says(name)] = made
-        if "-a" in self.variables:
-            self.variables.setdefault(f"-x {says(name)}", self.variables["-a"])
+        self._store(node, name, made)
 
-    def _stored(self, node: Node, before: Value | None, text: Text) -> Value:
-        """What a variable holds once a text is its value: the name of an array sets its first item."""
-        if not isinstance(before, list):
-            return text
-        return [text, *([maybe(says(node), self.lines(node))] if before and depends(before[0]) else before[1:])]
+    def _store(self, node: Node, name: str, value: Value) -> None:
+        """Give a variable its value, as its attributes have it; a text for an array becomes the array's first item.
+
+        Of an array with another item set, as `NAME[1]` sets one, no item is known.
+        """
+        name, item, _ = name.partition("[")
+        value = [maybe(says(node), self.lines(node))] if item else value
+        if f"-n {name}" in self.variables:
+            self.unread(node, "which variable it sets is not known")
+        if f"-r {name}" in self.variables:
+            return self.unread(node, f"bash refuses it, since {name} is readonly")
+        before, is_computed = self.variables.get(name), f"-i {name}" in self.variables
+        if isinstance(value, list):
+            value = [self.unknown(node)] if is_computed else value
+        elif is_computed and not re.fullmatch(r"0|[1-9]\d*", known(value) or ""):
+            value = self.unknown(node)
+        if isinstance(before, list) and not isinstance(value, list):
+            may_be_none = before and depends(before[0])
+            value = [value, *([maybe(says(node), self.lines(node))] if may_be_none else before[1:])]
+        self.variables[name] = value
+        if "-a" in self.variables:
+            self.variables.setdefault(f"-x {name}", self.variables["-a"])
 
     def _declare(self, node: Node) -> None:
         """`export`, `local` and the like; within a function most of them make a variable of its own."""
@@ -188,7 +196,7 @@ class Builtins(Texts):
                 if is_plain:
                     self.run(child)
                 elif name:
-                    self.variables[name] = self._stored(node, self.variables.get(name), value)
+                    self._store(node, name, value)
                 if not name or kind in OF_FUNCTION and "n" in flags:
                     self.unread(node, "which variables it sets is not known")
                     self.variables |= {f"-n {name}": EXPORTED}
@@ -227,33 +235,28 @@ class Builtins(Texts):
         text = fed if is_whole and fed else self.unknown(node)
         if ends and text[-1].text is not None:
             text = (*text[:-1], replace(text[-1], text=text[-1].text.rstrip("\n")))
-        value: Value = text
-        content = known(text)
+        value, content = text, known(text) or ""
+        is_changed = "\\" in content or not ends and (content != content.strip() or "\n" in content)
         if says(node.children[0]) in ("mapfile", "readarray"):
-            value = [text] if content is None else fields(text, "\n")
-        elif (
-            "IFS" in self.variables
-            or content is not None
-            and ("\\" in content or not ends and (content != content.strip() or "\n" in content))
-        ):
+            value = [text] if known(text) is None else fields(text, "\n")
+        elif "IFS" in self.variables or is_changed:
             value = self.unknown(node)  # `read` drops what stands around a line and before a letter
         elif any(shown(word)[:1] == "-" and "a" in shown(word) for word in words):  # read -ra NAME
             value = fields(text)
         for name in names:
-            is_array = isinstance(value, list)
-            self.variables[name] = value if is_array else self._stored(node, self.variables.get(name), value)
+            self._store(node, name, value)
 
     def _set(self, node: Node, words: list[Text]) -> None:
         """`set -- WORD ...`, which sets the script's own arguments, unless `${!NAME}` finds no name and it fails."""
-        texts = [known(word) for word in words]
         exports = re.search(r"(?:^| )([-+])(?:\w*a|o allexport)", says(node).partition(" -- ")[0])
         if exports:
             self.variables["-a"] = EXPORTED if exports[1] == "-" else hole("set -a")
         given = words
-        while given and texts[-len(given)] != "--" and (texts[-len(given)] or "-")[:1] in "-+":  # `-e`, and `-o NAME`
-            given = given[1 + ((texts[-len(given)] or "")[-1:] == "o") :]
+        while given and known(given[0]) != "--" and (known(given[0]) or "-")[:1] in "-+":  # `-e`, and `-o NAME`
+            has_name = (known(given[0]) or "").endswith("o")
+            given = given[1 + has_name :]
         if given:
-            given = given[texts[-len(given)] == "--" :]
+            given = given[known(given[0]) == "--" :]
             self.positional = [self.unknown(node)] if "${!" in says(node) else given
 
     def _shift(self, node: Node, words: list[Text]) -> None:

@@ -3,6 +3,7 @@
 import os.path
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
@@ -80,7 +81,7 @@ class Commands(Builtins):
             COMMANDS[name](self, node, words[1:])
         elif name == "tee":
             self._tee(words, hole("tee"))
-        elif name in FILLS or name == "printf" and [known(word) for word in words[1:2]] == ["-v"]:
+        elif name == "printf" and [known(word) for word in words[1:2]] == ["-v"]:
             self._fill(node, words[1:])
         elif name not in STARTS_NOTHING and name not in PRINTS:
             at, text = shell_of(words, "c")
@@ -116,10 +117,8 @@ class Commands(Builtins):
     def _within(self, positional: list[Text], source: int, work: Callable[[], object], shares: bool = False) -> None:
         """Run a function, a sourced file or a text. With `shares`, its `set` and `shift` act on the script."""
         with self.deeper(), self.now(positional=positional, source=source, returned=[]):
-            try:
+            with suppress(Returned):
                 work()
-            except Returned:
-                pass
             for branch, state in self.returned:
                 self.join(state, self.variables, branch)
             positional = self.positional
@@ -279,6 +278,7 @@ COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {
     ".": Commands._source,
     "time": lambda shell, node, words: shell.call(node, words),
     **dict.fromkeys(ENDS_ROUND, Commands._end_round),
+    **dict.fromkeys(FILLS, Commands._fill),
     **dict.fromkeys(("command", "builtin"), Commands._past_functions),
 }
 

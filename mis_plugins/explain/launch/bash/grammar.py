@@ -177,11 +177,17 @@ def is_bare(node: Node) -> bool:
     return re.fullmatch("[^'\"]*[$`][^'\"]*", says(node)) is not None and is_single(node)
 
 
-def is_single(node: Node | None) -> bool:
+def is_single(node: Node) -> bool:
     """Whether a node stands in a test with one bracket."""
-    while node is not None and node.type != "test_command":
+    test = next((part for part in around(node) if part.type == "test_command"), None)
+    return test is not None and says(test.children[0]) == "["
+
+
+def around(node: Node | None) -> Iterator[Node]:
+    """A node and all that it stands in, the nearest first."""
+    while node is not None:
+        yield node
         node = node.parent
-    return node is not None and says(node.children[0]) == "["
 
 
 def set_within(node: Node) -> Iterator[tuple[str, Node]]:

@@ -9,9 +9,9 @@ from itertools import groupby
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.bash import grammar
-from mis_plugins.explain.launch.bash.builtins import DECLARES, FILLS, NAMES_TRAIN
+from mis_plugins.explain.launch.bash.builtins import DECLARES, NAMES_TRAIN
 from mis_plugins.explain.launch.bash.commands import COMMANDS, Commands, RoundEnded, shell_of
-from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, EXPANSIONS, QUOTED, Node, one_line, parts_of, says
+from mis_plugins.explain.launch.bash.grammar import EXPANSIONS, QUOTED, Node, one_line, parts_of, says
 from mis_plugins.explain.launch.bash.texts import EXPORTED, PATTERN, TEXT, depends, is_one, maybe
 from mis_plugins.explain.launch.reader import UNCALLED, Clause, all_of, any_of
 from mis_plugins.explain.launch.words import HOLE, hole, known, literal, shown
@@ -91,7 +91,7 @@ class Shell(Commands):
         """Whether a statement may set a variable, or end a function, a loop or the script."""
         node = node.child_by_field_name("body") or node if node.type == "redirected_statement" else node
         first = one_line(node).partition(" ")[0]
-        return node.type not in LEAVES_VARIABLES or first in {*COMMANDS, *ENDS_ROUND, *FILLS, *self.functions}
+        return node.type not in LEAVES_VARIABLES or first in {*COMMANDS, *self.functions}
 
     def _if(self, node: Node) -> None:
         parts, clauses = list(grammar.clauses_of(node)), list[Clause]()
@@ -135,9 +135,7 @@ class Shell(Commands):
         if node.type == "redirected_statement":
             body = node.child_by_field_name("body")
             return self.truth(body) if body is not None and body.type == "command" else None
-        if node.type == "parenthesized_expression":
-            return self.truth(node.named_children[0]) if len(node.named_children) == 1 else None
-        if node.type == "test_command":
+        if node.type in ("parenthesized_expression", "test_command"):
             truth = self.truth(node.named_children[0]) if len(node.named_children) == 1 else None
             self.settle(node)
             return truth
@@ -179,14 +177,13 @@ class Shell(Commands):
 
     def _tested(self, node: Node) -> str | None:
         """The text of a part of a test; `${NAME:-}` is taken for empty, but where the script may exit."""
-        text, top = self.text(node), node
+        text = self.text(node)
         empty = re.fullmatch(r"\$\{(\w+):?-\}", text[0].source) if len(text) == 1 and not depends(text) else None
         if empty is None:
             words = known(text)
             return None if words and grammar.is_bare(node) and words.split() != [words] else words
-        while top.parent is not None and top.parent.parent is not None:
-            top = top.parent
-        source = says(top)
+        *_, statement, _ = grammar.around(node)
+        source = says(statement)
         called = (says(body) for name, (body, _) in self.functions.items() if name in source)
         if any("exit" in script for script in (source, *called)):
             return None
@@ -216,7 +213,7 @@ class Shell(Commands):
             return
         with self.now(is_sure_round=False):
             for word in values:
-                self.variables[says(name)] = word
+                self._store(node, says(name), word)
                 self.run(body)
 
     def _loop(self, node: Node) -> None:

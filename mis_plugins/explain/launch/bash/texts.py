@@ -21,7 +21,7 @@ EXPANDED = re.compile(r"(?:^(?:[A-Za-z_]\w*=)?|:)~(?:[\w+-]*(?:[/:]|$)|[\w.+-]*/
 BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\"\\$`~]*)")
 # The few letters that a backslash quotes within double quotes.
 ESCAPED = re.compile(r'\\(["$`\\\n])')
-DEFAULTS = (":-", "-", ":=", "=")
+DEFAULTS, ALTERNATIVES = (":-", "-", ":=", "="), ("+", ":+")
 # Items of a list that may be empty under `set -u`: `${A[@]+"${A[@]}"}`, `${1+"$@"}` and `"${A[@]:-}"`.
 GUARDED = re.compile(r'\$\{(?:(\w+\[@\]|@):?(?:-|\+("?)\$\{\1\}\2)|[1@]:?\+("?)\$(@)\3)\}')
 # A word in whose place bash puts the names of files that fit it; no file is named as `KEY=*` is.
@@ -318,8 +318,8 @@ class Texts(Reader):
             return literal(str(self.path))
         if whole and not says(named).endswith(("[@]", "[*]")):
             return self._item(node, name)
-        value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
-        if isinstance(value, list) and not whole:
+        value = self.variables.get("@" if name == "*" else name, self._argument(name) if name.isdigit() else None)
+        if isinstance(value, list) and not whole and name not in ("@", "*"):
             value = self._first(value, node) if value else None
         text = spaced(value) if isinstance(value, list) else value or ()
         if says(node).endswith("#*=}") and (content := known(text)) is not None:
@@ -339,9 +339,12 @@ class Texts(Reader):
         if operator in ("", ":?", "?") or is_set and operator in DEFAULTS:
             self.unused |= set() if known(text) is None else {(self.source, node.id)}
             return self._valued(node, name, whole)
-        if operator in ("+", ":+"):
-            return self._alternative(node, value, text, is_set)
-        return self._default(node, name, operator)
+        if operator in ALTERNATIVES and not is_set:
+            self.unused.add((self.source, node.id))
+            return self.unknown(node) if value is None else ()
+        if operator not in (*DEFAULTS, *ALTERNATIVES) or len(node.named_children) < 2:
+            return self.unknown(node)
+        return self._instead(node, name, operator, value)
 
     def _check_indirect(self, node: Node, name: str, text: Text, is_indirect: bool) -> None:
         """Tell of `${!NAME}` whose text is no name of a variable; `${!NAME*}` lists names."""
@@ -349,25 +352,18 @@ class Texts(Reader):
         if is_indirect and not is_name and not says(node).endswith(("*}", "@}")):
             self.unread(node, f"bash stops where {name} holds no name of a variable")
 
-    def _alternative(self, node: Node, value: Value | None, text: Text, is_set: bool) -> Text:
-        """`${NAME:+alternative}`; not known where branches alone set the variable."""
-        if not is_set:
-            self.unused.add((self.source, node.id))
-            return self.unknown(node) if value is None else ()
-        if len(node.named_children) < 2:
-            return self.unknown(node)
-        alternative = self._instead(node)
-        self.unused.discard((self.source, node.id))
-        has_item = isinstance(value, list) and any(map(is_one, value))
-        is_sure = has_item or any(piece.text and not piece.branch for piece in text)
-        return alternative if is_sure else self.unknown(node)
+    def _instead(self, node: Node, name: str, operator: str, value: Value | None) -> Text:
+        """`${NAME:-default}`, and `${NAME:=default}`, which sets the variable; both of one that is not set.
 
-    def _default(self, node: Node, name: str, operator: str) -> Text:
-        """`${NAME:-default}`, and `${NAME:=default}`, which sets the variable; both of one that is not set."""
-        if operator not in DEFAULTS or len(node.named_children) < 2:
-            return self.unknown(node)
-        text = self._instead(node)
+        `${NAME:+alternative}` is not known where branches alone set the variable, nor is any text in double quotes with
+        a single quote in it, which is a letter there.
+        """
+        text = tuple(piece for child in node.named_children[1:] for piece in self.text(child))
+        is_quoted = node.parent is not None and node.parent.type in ("string", "heredoc_body")
+        text = self.unknown(node) if is_quoted and "'" in says(node) else text
         self.unused.discard((self.source, node.id))
+        if operator in ALTERNATIVES:
+            return text if _is_sure(value) else self.unknown(node)
         self.reading.assume_unset(name)
         if operator.endswith("="):
             self.variables[name] = text
@@ -381,12 +377,6 @@ class Texts(Reader):
         items = value[: int(index) + 1]
         self.used |= literals_of(items)
         return items[-1] if len(items) > int(index) and all(map(is_one, items)) else self.unknown(node)
-
-    def _instead(self, node: Node) -> Text:
-        """The text of `${NAME:-text}`; not known where a single quote in it is a letter, as in double quotes."""
-        text = tuple(piece for child in node.named_children[1:] for piece in self.text(child))
-        is_quoted = node.parent is not None and node.parent.type in ("string", "heredoc_body")
-        return self.unknown(node) if is_quoted and "'" in says(node) else text
 
     @abstractmethod
     def _substituted(self, node: Node) -> Text:
@@ -410,6 +400,13 @@ TEXT: dict[str, Callable[[Texts, Node], Text]] = {
 def is_one(word: Text) -> bool:
     """Whether a word is surely one: an unquoted expansion may be none or several, and a branch may give none."""
     return not word or any(piece.text is not None or piece.span for piece in word) and not depends(word)
+
+
+def _is_sure(value: Value | None) -> bool:
+    """Whether a variable surely holds letters, or an array an item."""
+    items = value if isinstance(value, list) else [value or ()]
+    has_item = isinstance(value, list) and any(map(is_one, items))
+    return has_item or any(piece.text and not piece.branch for item in items for piece in item)
 
 
 def maybe(source: str, lines: Lines) -> Text:

@@ -1,4 +1,4 @@
-"""Statements of a launcher, and calls."""
+"""Statements of a launcher."""
 
 import ast
 import re
@@ -7,16 +7,13 @@ from copy import copy
 from typing import Any
 
 from mis_plugins.explain.launch.bash.builtins import NAMES_TRAIN
-from mis_plugins.explain.launch.python.expressions import LOOPS
-from mis_plugins.explain.launch.python.imported import STARTS, Imported
-from mis_plugins.explain.launch.python.names import Raised, Record, Round, Shared, decorators, equal, name_of, says
+from mis_plugins.explain.launch.python.calls import STARTS, Calls
+from mis_plugins.explain.launch.python.values import LOOPS, Raised, Round, equal, name_of, says
 from mis_plugins.explain.launch.reader import PACKAGES, UNCALLED, Clause, Returned, all_of, any_of
 from mis_plugins.explain.launch.words import hole
 
-PURE = ("get", "items", "keys", "values", "copy", "index", "count")  # methods that change no list and no dict
 
-
-class Launcher(Imported):
+class Launcher(Calls):
     """A launcher whose statements are read and never executed."""
 
     def run_everything(self, tree: ast.Module) -> None:
@@ -34,9 +31,6 @@ class Launcher(Imported):
             if not is_read and re.search(rf"\b{STARTS}|{NAMES_TRAIN.pattern}", ast.unparse(node)):
                 name = f"def {node.name}" if isinstance(node, ast.FunctionDef) else "lambda"
                 self.reading.unread[node.lineno] = f"{name}: {UNCALLED}"
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        self.visit(node.value)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         function = copy(node)  # each call of the function around it makes another
@@ -87,7 +81,7 @@ class Launcher(Imported):
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         before = self.visit(node.target)
         value = self.operate(node, before, node.op, self.visit(node.value))
-        if isinstance(before, Shared) or id(before) in self.alternatives:
+        if self.is_shared(before):
             self.changed(before, value)
         self.assign(node.target, value)
 
@@ -194,41 +188,3 @@ class Launcher(Imported):
             self.unread(node, f"depends on {self.branch}, and a handler may go on")
         self.reading.ended = f": with these arguments the launcher raises in line {node.lineno}"
         raise Raised
-
-    def visit_Call(self, node: ast.Call) -> Any:
-        given, named, is_sure = self.arguments(node)
-        name, target = name_of(node.func), None
-        if isinstance(node.func, ast.Attribute):
-            owner = self.visit(node.func.value)
-            if isinstance(owner, Record):
-                target = self.method(owner, name)
-                given = given if target and "staticmethod" in decorators(target) else [owner, *given]
-            elif isinstance(owner, list) and name in ("append", "extend") and given:
-                added = given[:1] if name == "append" else given[0]
-                self.changed(owner, owner + added if isinstance(added, list) else self.unknown(node))
-            elif (isinstance(owner, list | dict) or id(owner) in self.alternatives) and name not in PURE:
-                self.changed(owner, self.unknown(node))
-            elif isinstance(owner, tuple) and (value := self.of_text(owner, name, given, named)) is not None:
-                return value
-        else:
-            target = self.visit(node.func)
-            pieces = target if isinstance(target, tuple) else ()
-            meant = [piece.source.rpartition(".")[2] for piece in pieces if piece.text is None]
-            name = next((meaning for meaning in meant if meaning.startswith(STARTS) and meaning.isidentifier()), name)
-        if isinstance(target, ast.FunctionDef):
-            return self.call(target, given, named, is_sure)
-        if isinstance(target, ast.ClassDef):
-            fields = [] if is_sure else list(self.fields(target))
-            return self.instance(target, given, dict.fromkeys(fields[len(given) :], self.unknown(node)) | named)
-        if name.startswith(STARTS) and not is_sure:
-            named = {"train_args": self.unknown(node)} | named
-        return self.foreign(node, name, given, named)
-
-    def arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any], bool]:
-        """What a call gives by place and by name, and whether that is all: `*` and `**` may give more."""
-        (given, is_sure), named = self.items(node.args), dict[str, Any]()
-        for keyword in node.keywords:
-            value = self.visit(keyword.value)
-            is_sure = is_sure and (keyword.arg is not None or isinstance(value, dict))
-            named |= {keyword.arg: value} if keyword.arg is not None else value if isinstance(value, dict) else {}
-        return given, named, is_sure
