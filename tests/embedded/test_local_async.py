@@ -29,8 +29,9 @@ from lab.host.cli.arguments import parse_args
 from lab.host.loop import Loop
 from lab.host.model.engine import DecodeEngine
 from lab.host.rollout.sampler import Rollout, draw
-from lab.host.train.parallel import EXIT_INTERRUPTED, initialize, launch
+from lab.host.train.parallel import initialize, launch
 from mis_plugins.metrics.staleness import COLUMNS
+from mis_plugins.shared.shell import INTERRUPTED
 
 LEARNS = "--advantage-estimator reinforce --reward-shift -1 --lr 1e-3"  # failures push: --smoke never succeeds
 SEGMENT_WISE = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
@@ -280,7 +281,7 @@ def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_no_process(tmp_path:
     process = long_run(f"--async --rollout-step-seconds 0.01 {ranks} --warmup-cache {warm}", tmp_path)
     wait_for(tmp_path / "metrics.jsonl", lines=3)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=120) == EXIT_INTERRUPTED
+    assert process.wait(timeout=120) == INTERRUPTED
     assert "Traceback" not in (tmp_path / "stderr").read_text()
     assert not group(process.pid)
     rows = records(tmp_path)
@@ -314,7 +315,7 @@ def test_across_a_resume_no_sample_is_lost_or_counted_twice(tmp_path: Path, warm
     assert run(still, synchronous, warm, rollouts=5) == 0
     pace = f"{still} --async --max-head-offpolicyness 2 --rollout-steps-per-update 2 --save {resumed}"
     interrupted = f"--rollout-data-postprocess-path {__name__}.interrupt_at_rollout_1"
-    assert run(f"{pace} {interrupted}", resumed, warm, rollouts=5) == EXIT_INTERRUPTED
+    assert run(f"{pace} {interrupted}", resumed, warm, rollouts=5) == INTERRUPTED
     assert [row["rollout"] for row in records(resumed)] == [0, 1], "two rollouts more were under way"
     assert run(f"{pace} --load {resumed}", resumed, warm, rollouts=5) == 0
     assert [row["rollout"] for row in records(resumed)] == [0, 1, 2, 3, 4]

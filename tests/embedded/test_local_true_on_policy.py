@@ -12,8 +12,8 @@ import torch
 from test_local_loop import MIS, records, run
 
 from lab.host.rollout.tasks import Task
-from lab.host.train.parallel import EXIT_USER_ERROR
 from mis_plugins.mis import Answer, compute_mis_weights_with_cp
+from mis_plugins.shared.shell import REFUSED
 
 # Failures push, so that parameters move although a policy that knows nothing earns nothing.
 PUSHED = "--advantage-estimator reinforce --reward-shift -1"
@@ -123,5 +123,5 @@ def test_an_engine_that_is_not_installed_is_named_by_what_to_run(
 ) -> None:
     monkeypatch.setenv("SGLANG_VENV", str(tmp_path / "nowhere"))
     flags = f"--rollout-engine sglang --true-on-policy --warmup-cache {tmp_path}"
-    assert run(flags, tmp_path / "run") == EXIT_USER_ERROR
+    assert run(flags, tmp_path / "run") == REFUSED
     assert "no sglang there; run `bash" in capfd.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.host.asynchronous.response import Response
+from lab.host.asynchronous.response import Response, written
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.versions.spans import Request, batches, spans
 
@@ -68,9 +68,10 @@ def test_stored_once_and_only_where_asked(history: list[tuple[int, int, bool]], 
 
 
 def test_tensors():
-    written = grown([(1, 1, False), (-1, 1, False), (2, 1, False)]).stored([0], [-0.25]).written(4)
-    assert written.versions.tolist() == [1, -1, 2] and written.current == 4
-    stored = written.recomputed.tolist()
+    response = grown([(1, 1, False), (-1, 1, False), (2, 1, False)]).stored([0], [-0.25])
+    tensors = written(response.versions, response.recomputed, 4)
+    assert tensors.versions.tolist() == [1, -1, 2] and tensors.current == 4
+    stored = tensors.recomputed.tolist()
     assert stored[0] == -0.25 and all(math.isnan(x) for x in stored[1:])
 
 

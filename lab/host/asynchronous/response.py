@@ -73,13 +73,6 @@ class Response:
             recomputed[position] = log_prob
         return replace(self, recomputed=tuple(recomputed))
 
-    def written(self, current: int) -> Written:
-        """Versions and stored log-probs as tensors on the host, for a trainer at version `current`."""
-        recomputed = [torch.nan if value is None else value for value in self.recomputed]
-        return Written(
-            torch.tensor(self.versions, dtype=torch.int64), torch.tensor(recomputed, dtype=torch.float32), current
-        )
-
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """(version, start, stop) of each stretch of tokens that one version wrote without a break."""
         start = 0
@@ -98,3 +91,9 @@ class Response:
             recomputed=(*self.recomputed, *(None,) * count),
             stale_cache=(*self.stale_cache, *(stale_cache,) * count),
         )
+
+
+def written(versions: Sequence[int], recomputed: Sequence[float | None], current: int) -> Written:
+    """Versions and stored log-probs of tokens as tensors on the host, for a trainer at version `current`."""
+    stored = [torch.nan if value is None else value for value in recomputed]
+    return Written(torch.tensor(versions, dtype=torch.int64), torch.tensor(stored, dtype=torch.float32), current)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lab.host.asynchronous.controller import Controller, Settings, Wanted
 from lab.host.asynchronous.measure import measured, segment_wise
-from lab.host.asynchronous.pool import Recomputed, recompute
+from lab.host.asynchronous.pool import recompute
 from lab.host.asynchronous.response import Response
 from lab.host.asynchronous.scoring import Scoring
 from lab.host.cli.arguments import register_hooks
@@ -23,7 +23,7 @@ from lab.host.model.engine import Generation
 from lab.host.rollout.sample import Sample, make_samples
 from lab.host.rollout.sampler import Rollout, draw, judged
 from lab.host.rollout.tasks import Problem, Task
-from lab.host.train.parallel import ParallelState
+from lab.host.train.parallel import ParallelState, of_rank_0
 from lab.host.train.trainer import RolloutData, Trainer
 from mis_plugins.metrics.staleness import AGES, COLUMNS
 from mis_plugins.versions.segment_wise import STORED_FROM
@@ -71,10 +71,7 @@ class AsynchronousRollouts:
     def rollout(self, rollout_id: int) -> Rollout:
         """Wait for a rollout. Collective."""
         problems, _ = self._drawn(rollout_id)
-        shared = [self.controller.rollout(rollout_id) if self.controller else None]
-        dist.broadcast_object_list(shared)
-        responses = shared[0]
-        assert responses is not None
+        responses = of_rank_0(self.controller.rollout(rollout_id) if self.controller else None)
         self.row |= ages(rollout_id, responses, self._seconds_a_token)
         samples = samples_of(self.task, problems, responses, self.args.n_samples_per_prompt)
         return judged(self.args, samples, rollout_id)
@@ -152,7 +149,12 @@ class AsynchronousRollouts:
         )
         seconds = time.perf_counter() - began
         self._seconds_a_token[version - 1] = seconds / max(1, done.tokens)
-        self.row |= _recompute_row(done, seconds)
+        self.row |= {
+            "recompute/seconds": seconds,
+            "recompute/tokens": done.tokens,
+            "recompute/scored": done.scored,
+            "recompute/batches": done.batches,
+        }
 
 
 def ages(version: int, responses: Sequence[Response], seconds_a_token: Mapping[int, float]) -> Row:
@@ -172,15 +174,6 @@ def ages(version: int, responses: Sequence[Response], seconds_a_token: Mapping[i
                 seconds[f"recompute/seconds/{column}"] += seconds_a_token[wrote]
     stale = sum(sum(response.stale_cache) for response in responses)
     return {**dict(sorted(count.items())), **dict(sorted(seconds.items())), "stale_cache_tokens": stale}
-
-
-def _recompute_row(done: Recomputed, seconds: float) -> Row:
-    return {
-        "recompute/seconds": seconds,
-        "recompute/tokens": done.tokens,
-        "recompute/scored": done.scored,
-        "recompute/batches": done.batches,
-    }
 
 
 def samples_of(task: Task, problems: Sequence[Problem], responses: Sequence[Response], group_size: int) -> list[Sample]:

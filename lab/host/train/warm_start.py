@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.host.model.checkpoint import read_weights
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.model import initial_weights
 from lab.host.rollout.sampler import derive_seed, draw_problems, training_order
 from lab.host.rollout.tasks import Problem, Task
 from lab.host.train.loss import of_log_probs, supervised_loss
-from lab.host.train.parallel import ParallelState
+from lab.host.train.parallel import ParallelState, of_rank_0
 from lab.host.train.trainer import RolloutData, Trainer
 from lab.provenance import tracked
 from mis_plugins.shared.files import replaced
@@ -39,10 +38,9 @@ class WarmStart:
     def weights(self) -> dict[str, Tensor]:
         """Weights after `--warmup-steps` steps, or from the cache of an equal run. Collective."""
         path = cache_path(self.args, self.config)
-        found = [read_weights(path) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(found)
-        if found[0] is not None:
-            return found[0]
+        cached = of_rank_0(torch.load(path, weights_only=True) if dist.get_rank() == 0 and path.is_file() else None)
+        if cached is not None:
+            return cached
         weights = self.trained()
         if dist.get_rank() == 0:
             with replaced(path) as partial:
