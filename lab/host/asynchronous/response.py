@@ -6,7 +6,7 @@ appended, and a log-prob under the next version is stored once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,14 +72,6 @@ class Response:
             assert recomputed[position] is None and self.versions[position] > NO_VERSION
             recomputed[position] = log_prob
         return replace(self, recomputed=tuple(recomputed))
-
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """(version, start, stop) of each stretch of tokens that one version wrote without a break."""
-        start = 0
-        for stop in range(1, len(self.versions) + 1):
-            if stop == len(self.versions) or self.versions[stop] != self.versions[start]:
-                yield self.versions[start], start, stop
-                start = stop
 
     def _extended(self, tokens: Sequence[int], log_probs: Sequence[float], version: int, stale_cache: bool) -> Response:
         count = len(tokens)

@@ -27,6 +27,7 @@ from lab.host.train.parallel import ParallelState, of_rank_0
 from lab.host.train.trainer import RolloutData, Trainer
 from mis_plugins.metrics.staleness import AGES, COLUMNS
 from mis_plugins.versions.segment_wise import STORED_FROM
+from mis_plugins.versions.spans import run_lengths
 
 Row = dict[str, int | float]
 
@@ -57,9 +58,9 @@ class AsynchronousRollouts:
         self.row: Row = {}
         self._seconds_a_token: dict[int, float] = defaultdict(float)
         self.controller = self._controller(config, first) if dist.get_rank() == 0 else None
-        if self.controller is not None and self.recomputes:
-            self.controller.hooks.register("pre_pause", self._recompute, "recompute")
         if self.controller is not None:
+            if self.recomputes:
+                self.controller.hooks.register("pre_pause", self._recompute, "recompute")
             register_hooks(self.controller.hooks, args)
 
     @property
@@ -183,7 +184,7 @@ def samples_of(task: Task, problems: Sequence[Problem], responses: Sequence[Resp
     return [
         replace(
             sample,
-            weight_versions=[str(version) for version, _, _ in response.runs()],
+            weight_versions=[str(version) for version in run_lengths(response.versions)[::2]],
             output_versions=list(response.versions),
             recomputed_log_probs=list(response.recomputed),
         )

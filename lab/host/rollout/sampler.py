@@ -10,7 +10,6 @@ import hashlib
 from argparse import Namespace
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -91,11 +90,6 @@ class Rollout:
     samples: list[Sample]
     advantages: Tensor  # [samples]
     version: int | None = None
-
-    @property
-    def reward(self) -> float:
-        """Mean reward of the samples."""
-        return fmean(sample.reward for sample in self.samples)
 
 
 def collect(

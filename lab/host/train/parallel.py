@@ -89,7 +89,11 @@ def of_rank_0(value: Any) -> Any:
 
 
 def of_each_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The values of all ranks of a group, rank after rank, on every rank; of all there are by default. Collective."""
+    """Every rank's value, rank after rank, on every rank. Collective.
+
+    Args:
+        group: the ranks that share their values; None is all ranks.
+    """
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
