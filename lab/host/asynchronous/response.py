@@ -73,6 +73,10 @@ class Response:
             recomputed[position] = log_prob
         return replace(self, recomputed=tuple(recomputed))
 
+    def written(self, current: int) -> Written:
+        """Versions and stored log-probs as tensors on the host, for a trainer at version `current`."""
+        return written(self.versions, self.recomputed, current)
+
     def _extended(self, tokens: Sequence[int], log_probs: Sequence[float], version: int, stale_cache: bool) -> Response:
         count = len(tokens)
         return replace(
