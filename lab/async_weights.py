@@ -94,7 +94,7 @@ def _write(args: Namespace, bound: int, rollouts: int, path: Path) -> None:
     from lab.host.loop import Loop
     from lab.host.train.parallel import initialize
 
-    found = compared(Loop.start(args, initialize(1, 1)), args, bound, rollouts)
+    found = compared(Loop(args, initialize(1, 1)), args, bound, rollouts)
     if dist.get_rank() == 0:
         write_json(path, found)
 

@@ -35,7 +35,7 @@ from lab.host.loop import Loop
 from lab.host.model.decoding import Sampling, Unfinished
 from lab.host.model.engine import DecodeEngine
 from lab.host.rollout.sampler import Rollout, draw, judged
-from lab.host.train.gradients import cosine, mean_gradient, on_policy, on_policy_reference
+from lab.host.train.gradients import cosine, mean_gradient, on_policy
 
 Weights = Mapping[str, Tensor]
 BURN_IN = 8
@@ -63,7 +63,8 @@ class Stale:
         fresh.update_weights(versions[-1], bound)
         names = ("first", "second", "third")
         first, second, third = ([loop.collect(fresh, name, i) for i in range(rollouts)] for name in names)
-        reference = on_policy_reference(loop.args, loop.state, loop.trainer, (first, second)).mean
+        estimates = [mean_gradient(on_policy(loop.args), loop.state, loop.trainer, one) for one in (first, second)]
+        reference = (estimates[0] + estimates[1]) / 2
         stale = [stale_rollout(loop, versions, index) for index in range(rollouts)]
         return cls(versions, stale, reference, direction(loop, on_policy(loop.args), third, reference))
 

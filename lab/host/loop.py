@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,19 +23,12 @@ from lab.host.model.decoder import ModelConfig
 from lab.host.model.engine import DecodeEngine, RolloutEngine
 from lab.host.rollout.rollout_engines import kernels, rollout_engine
 from lab.host.rollout.sampler import Rollout, collect, derive_seed, draw_problems, sample_responses, shard
-from lab.host.rollout.tasks import Problem, Task
-from lab.host.train.gradients import (
-    before_log_probs,
-    cosine,
-    mean_gradient,
-    on_policy,
-    on_policy_reference,
-    routes_apart,
-)
+from lab.host.rollout.tasks import Task
+from lab.host.train.gradients import before_log_probs, cosine, mean_gradient, on_policy, routes_apart
 from lab.host.train.loss import LOSSES
 from lab.host.train.parallel import ParallelState, StopSignal, initialize
 from lab.host.train.trainer import RolloutData, Trainer
-from lab.host.train.warm_start import WarmStart
+from lab.host.train.warm_start import warm_start
 from lab.provenance import write_json
 from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.shared.shell import Unread
@@ -72,7 +63,7 @@ def run_rank(args: Namespace) -> None:
     """
     import lab.host.tracking  # noqa: F401  (a hook finds it where a run is, and nowhere else)
 
-    loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
+    loop = Loop(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
     stop = StopSignal()
     pin = kernels(args, loop.reference.config)
     with closing(loop), pin, recording(args, loop.next_rollout) as record:
@@ -120,57 +111,35 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
         report.draw_histories({folder.name: records}, folder / CURVES)
 
 
-@dataclass
 class Loop:
-    """The parts of a run that exist from its start to its end.
+    """The parts of a run that exist from its start to its end, made from the checkpoint of `--load` or a warm start.
 
-    `next_rollout` is also the version of the weights.
-    `asynchronous` is where the training samples come from with `--async`, in place of `engine`.
+    `next_rollout` is also the version of the weights. `held_out` are the problems of the evaluations, and `excluded`
+    their prompts. `asynchronous` is where the training samples come from with `--async`, in place of `engine`.
     """
 
-    args: Namespace
-    state: ParallelState
-    task: Task
-    held_out: list[Problem]
-    trainer: Trainer
-    engine: RolloutEngine
-    reference: DecodeEngine
-    postprocess: Callable[..., Any] | None
-    next_rollout: int
-    asynchronous: AsynchronousRollouts | None
-
-    @classmethod
-    def start(cls, args: Namespace, state: ParallelState) -> Loop:
-        """Build everything, from the checkpoint of `--load` or from a warm start."""
-        task = Task(args.num_digits)
-        config = model_config(args, task.vocab_size)
-        held_out = draw_problems(task, args.eval_prompts, derive_seed(args.seed, "held out"))
+    def __init__(self, args: Namespace, state: ParallelState) -> None:
+        self.args, self.state, self.task = args, state, Task(args.num_digits)
+        config = model_config(args, self.task.vocab_size)
+        self.held_out = draw_problems(self.task, args.eval_prompts, derive_seed(args.seed, "held out"))
+        self.excluded = frozenset(problem.prompt for problem in self.held_out)
         saved = checkpoint.load(args.load, config) if args.load else None
-        warm = WarmStart(args, config, task, state, _prompts(held_out))
-        weights = saved["weights"] if saved else warm.weights()
-        trainer = Trainer(args, config, state, weights, args.lr)
+        weights = saved["weights"] if saved else warm_start(args, config, self.task, state, self.excluded)
+        self.next_rollout: int = saved["next_rollout"] if saved else 0
+        self.trainer = Trainer(args, config, state, weights, args.lr)
         if saved:
-            trainer.load_optimizer_state(saved["optimizer"])
+            self.trainer.load_optimizer_state(saved["optimizer"])
         path = args.rollout_data_postprocess_path
-        first = saved["next_rollout"] if saved else 0
-        loop = cls(
-            args=args,
-            state=state,
-            task=task,
-            held_out=held_out,
-            trainer=trainer,
-            engine=rollout_engine(args, config),
-            reference=DecodeEngine(config, "fp32"),
-            postprocess=load_function(path, "--rollout-data-postprocess-path") if path else None,
-            next_rollout=first,
-            asynchronous=AsynchronousRollouts(args, task, config, state, trainer, _prompts(held_out), weights, first)
-            if args.asynchronous
-            else None,
-        )
-        loop.engine.update_weights(weights, loop.next_rollout)
+        self.postprocess = load_function(path, "--rollout-data-postprocess-path") if path else None
+        self.engine, self.reference = rollout_engine(args, config), DecodeEngine(config, "fp32")
+        self.asynchronous: AsynchronousRollouts | None = None
+        if args.asynchronous:
+            self.asynchronous = AsynchronousRollouts(
+                args, self.task, config, state, self.trainer, self.excluded, weights, self.next_rollout
+            )
+        self.engine.update_weights(weights, self.next_rollout)
         if args.check_weights_every:
-            loop.check_weights(weights)
-        return loop
+            self.check_weights(weights)
 
     def one_rollout(self) -> Row:
         """Sample, train, synchronise; save and evaluate when it is time. Collective."""
@@ -257,7 +226,7 @@ class Loop:
             self.postprocess(self.args, rollout_id, data)
 
     def collect(self, engine: RolloutEngine, *stream: int | str) -> Rollout:
-        return collect(self.args, self.task, engine, (self.args.seed, *stream), _prompts(self.held_out))
+        return collect(self.args, self.task, engine, (self.args.seed, *stream), self.excluded)
 
     def evaluate(self) -> Row:
         """Mean reward on held-out prompts, of the trainer's float32 policy and of the rollout policy."""
@@ -274,14 +243,16 @@ class Loop:
         """Cosine to the on-policy gradient at these weights, with this run's correction and without."""
         samples = (self.pool(self.fp32(), "first"), self.pool(self.reference, "second"))
         sampled = self.pool(self.engine, "cosine")
-        settings = {"grad_cosine": self.args, "grad_cosine_uncorrected": on_policy(self.args)}
+        plain = on_policy(self.args)
+        settings = {"grad_cosine": self.args, "grad_cosine_uncorrected": plain}
         with unobserved(), routes_apart():
-            reference = on_policy_reference(self.args, self.state, self.trainer, samples)
+            first, second = (mean_gradient(plain, self.state, self.trainer, rollouts) for rollouts in samples)
             gradients = {
                 name: mean_gradient(args, self.state, self.trainer, sampled) for name, args in settings.items()
             }
-        found = {name: cosine(gradient, reference.mean) for name, gradient in gradients.items()}
-        return found | {"grad_cosine_on_policy": reference.agreement}
+        cosines = {name: cosine(gradient, (first + second) / 2) for name, gradient in gradients.items()}
+        # Two estimates agree up to sampling noise; no setting can be expected to do better.
+        return cosines | {"grad_cosine_on_policy": cosine(first, second)}
 
     def pool(self, engine: RolloutEngine, name: str) -> list[Rollout]:
         """The rollouts whose gradients are averaged before directions are compared."""
@@ -314,13 +285,9 @@ def unobserved() -> Iterator[None]:
         del RECORDER.record
 
 
-def _prompts(problems: Sequence[Problem]) -> frozenset[tuple[int, ...]]:
-    return frozenset(problem.prompt for problem in problems)
-
-
 def _rollout_row(rollout: Rollout) -> Row:
     return {
-        "reward_rollout": rollout.reward,
+        "reward_rollout": fmean(sample.reward for sample in rollout.samples),
         "response_length": fmean(sample.response_length for sample in rollout.samples),
         "weight_version": int(rollout.samples[0].weight_versions[0]),
     }

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -236,13 +236,13 @@ def _smooth(curve: Mapping[int, float]) -> dict[int, float]:
     return smoothed
 
 
-COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "rollout": ("rollout", "{:.0f}".format),
-    "eval_trainer": ("reward trainer", "{:.3f}".format),
-    "eval_rollout": ("reward rollout", "{:.3f}".format),
-    "k3_kl": ("   k3 KL", "{:.2e}".format),
-    "kept_fraction": (" kept", "{:.3f}".format),
-    "seconds": ("seconds", "{:.2f}".format),
+COLUMNS = {
+    "rollout": ("rollout", ".0f"),
+    "eval_trainer": ("reward trainer", ".3f"),
+    "eval_rollout": ("reward rollout", ".3f"),
+    "k3_kl": ("   k3 KL", ".2e"),
+    "kept_fraction": (" kept", ".3f"),
+    "seconds": ("seconds", ".2f"),
 }
 """What is printed of each rollout: record key to heading, as wide as a number, and format."""
 
@@ -254,16 +254,12 @@ def headings(name: str, rollouts: int) -> str:
 
 def row_of(record: Mapping[str, Any]) -> str:
     """One rollout as a row below `headings`."""
-    cells = ((_cell(record.get(key), form), heading) for key, (heading, form) in COLUMNS.items())
+    cells = ((_number(record.get(key), form, "-"), heading) for key, (heading, form) in COLUMNS.items())
     return "  ".join(cell.rjust(len(heading)) for cell, heading in cells)
 
 
-def _cell(value: int | float | None, form: Callable[[float], str]) -> str:
-    return "-" if value is None else form(value)
-
-
-def _number(value: float | None, form: str = ".2f") -> str:
-    return "(not recorded)" if value is None else format(value, form)
+def _number(value: float | None, form: str = ".2f", lacking: str = "(not recorded)") -> str:
+    return lacking if value is None else format(value, form)
 
 
 def _start_and_final(records: Sequence[Mapping[str, Any]], key: str) -> tuple[float | None, float | None]:

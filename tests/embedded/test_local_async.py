@@ -1,10 +1,10 @@
 """Asynchronous runs from the command line: equal to the synchronous one, right in every token, alive and clean."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -16,24 +16,26 @@ from typing import Any
 import pytest
 import torch
 from teacher_forcing import teacher_forced
-from test_local_loop import launched, records
+from test_local_loop import LOSS_HOOK, configured, launched, records, small
 from tolerances import FP32_LOG_PROB
 
 from lab.host import report
+from lab.host.__main__ import main
 from lab.host.asynchronous.measure import asynchronous_summary
 from lab.host.asynchronous.pool import Pool, recompute
 from lab.host.asynchronous.response import Response
 from lab.host.asynchronous.scoring import Scoring
 from lab.host.asynchronous.source import ages as token_ages
+from lab.host.cli import arguments
 from lab.host.cli.arguments import parse_args
 from lab.host.loop import Loop
 from lab.host.model.engine import DecodeEngine
 from lab.host.rollout.sampler import Rollout, draw
-from lab.host.train.parallel import EXIT_INTERRUPTED, initialize, launch
+from lab.host.train.parallel import initialize, launch
 from mis_plugins.metrics.staleness import COLUMNS
+from mis_plugins.shared.shell import INTERRUPTED
 
 LEARNS = "--advantage-estimator reinforce --reward-shift -1 --lr 1e-3"  # failures push: --smoke never succeeds
-SEGMENT_WISE = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 DUMP = f"--rollout-data-postprocess-path {__name__}.dump"
 
 
@@ -49,15 +51,11 @@ def segment_wise(tmp_path: Path) -> str:
 
 def loss_hook(folder: Path) -> str:
     """Write a config with segment-wise weights; return the flags of the loss hook that reads it."""
-    path = folder / "mis.yaml"
-    path.write_text("mis: {segment_wise: {}}\n")
-    return f"{SEGMENT_WISE} --custom-config-path {path}"
+    return f"{LOSS_HOOK} {configured(folder / 'mis.yaml', '{segment_wise: {}}')}"
 
 
 def settings(flags: str, output: Path, warm: Path, rollouts: int = 3) -> Namespace:
-    args = parse_args(f"--smoke --quiet {LEARNS} --warmup-cache {warm} --output {output} {flags}".split())
-    args.num_rollout = rollouts
-    return args
+    return small(f"{LEARNS} --warmup-cache {warm} {flags}", output, num_rollout=rollouts)
 
 
 def run(flags: str, output: Path, warm: Path, rollouts: int = 3) -> int:
@@ -146,7 +144,7 @@ def test_versions_and_recomputed_log_probs_are_what_the_weights_of_then_give(
 
 
 def check_every_token(args: Namespace) -> None:
-    loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
+    loop = Loop(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
     delays, weights, rollouts = random.Random(5), [loop.trainer.weights()], []
     sampled = loop.sampled
 
@@ -219,7 +217,7 @@ def test_data_parallel_ranks_share_the_recompute_to_the_bit(tmp_path: Path, warm
 
 def recompute_a_pool(args: Namespace) -> None:
     """Score responses of many lengths; leave what was stored, and the sizes of the batches of each rank."""
-    loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
+    loop = Loop(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
     drawn, pool, rank = random.Random(3), Pool(), torch.distributed.get_rank()
     for _ in range(24):
         prompt = tuple(drawn.choices(range(10), k=drawn.randint(2, 20)))
@@ -250,21 +248,14 @@ def ages(row: dict[str, Any]) -> list[int]:
 # --- interrupted, resumed --------------------------------------------------------------------------------------
 
 
-def long_run(flags: str, output: Path) -> subprocess.Popen[bytes]:
-    """A run without an end in sight, in a process group of its own."""
-    program = (
-        "import sys; from lab.host import __main__; from lab.host.cli import arguments;"
-        "arguments.SMOKE['num_rollout'] = 100000; sys.exit(__main__.main())"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with (output / "stderr").open("w") as heard:
-        return subprocess.Popen(
-            [sys.executable, "-c", program, *f"--smoke --output {output} --save {output} {flags}".split()],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=heard,
-            start_new_session=True,
-        )
+def long_run(flags: str, output: Path) -> None:
+    """The command, with a run without an end in sight, in a process group of its own; leaves what it says."""
+    os.setsid()
+    sys.stderr = (output / "stderr").open("w", buffering=1)
+    os.dup2(sys.stderr.fileno(), 2)
+    arguments.SMOKE["num_rollout"] = 100000
+    sys.argv = ["lab.host", *f"--smoke --quiet --output {output} --save {output} {flags}".split()]
+    sys.exit(main())
 
 
 def wait_for(path: Path, lines: int, limit_s: float = 180.0) -> None:
@@ -276,12 +267,18 @@ def wait_for(path: Path, lines: int, limit_s: float = 180.0) -> None:
 
 def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_no_process(tmp_path: Path, warm: Path) -> None:
     """Sent to the whole foreground group, as a terminal sends it."""
-    ranks = "--context-parallel-size 2"
-    process = long_run(f"--async --rollout-step-seconds 0.01 {ranks} --warmup-cache {warm}", tmp_path)
-    wait_for(tmp_path / "metrics.jsonl", lines=3)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=120) == EXIT_INTERRUPTED
-    assert "Traceback" not in (tmp_path / "stderr").read_text()
+    flags = f"--async --rollout-step-seconds 0.01 --context-parallel-size 2 --warmup-cache {warm}"
+    process = multiprocessing.get_context("fork").Process(target=long_run, args=(flags, tmp_path))
+    process.start()
+    assert process.pid is not None
+    try:
+        wait_for(tmp_path / "metrics.jsonl", lines=3)
+        os.killpg(process.pid, signal.SIGINT)
+        process.join(timeout=120)
+    finally:
+        process.kill()
+    assert process.exitcode == INTERRUPTED
+    assert "interrupted" in (said := (tmp_path / "stderr").read_text()) and "Traceback" not in said
     assert not group(process.pid)
     rows = records(tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -314,7 +311,7 @@ def test_across_a_resume_no_sample_is_lost_or_counted_twice(tmp_path: Path, warm
     assert run(still, synchronous, warm, rollouts=5) == 0
     pace = f"{still} --async --max-head-offpolicyness 2 --rollout-steps-per-update 2 --save {resumed}"
     interrupted = f"--rollout-data-postprocess-path {__name__}.interrupt_at_rollout_1"
-    assert run(f"{pace} {interrupted}", resumed, warm, rollouts=5) == EXIT_INTERRUPTED
+    assert run(f"{pace} {interrupted}", resumed, warm, rollouts=5) == INTERRUPTED
     assert [row["rollout"] for row in records(resumed)] == [0, 1], "two rollouts more were under way"
     assert run(f"{pace} --load {resumed}", resumed, warm, rollouts=5) == 0
     assert [row["rollout"] for row in records(resumed)] == [0, 1, 2, 3, 4]
@@ -359,10 +356,8 @@ def test_log_and_summary_hold_both_variances_by_age(tmp_path: Path, warm: Path, 
 
 
 def test_switched_off_nothing_is_recomputed_and_the_standard_weights_are_measured(tmp_path: Path, warm: Path) -> None:
-    path = tmp_path / "mis.yaml"
-    path.write_text("mis: {segment_wise: {enabled: false}}\n")
-    flags = f"{SEGMENT_WISE} --custom-config-path {path} --async --max-head-offpolicyness 2"
-    assert run(flags, tmp_path, warm, rollouts=4) == 0
+    config = configured(tmp_path / "mis.yaml", "{segment_wise: {enabled: false}}")
+    assert run(f"{LOSS_HOOK} {config} --async --max-head-offpolicyness 2", tmp_path, warm, rollouts=4) == 0
     names = {name for row in records(tmp_path) for name in row}
     assert not [name for name in names if name.startswith(("recompute", "loglinear"))]
     assert {"behav_imp_weight/avg", "behav_imp_weight/std/age_2", "behav_imp_weight/var/standard"} <= names

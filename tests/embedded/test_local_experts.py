@@ -8,7 +8,7 @@ import torch
 import transformers
 from test_local_engine import CONFIG as DENSE
 from test_local_engine import NO_EOS, PROMPTS, hf_log_probs
-from test_local_parallel import Grid, assert_same_run, drawn, settings, train, yaml  # noqa: F401
+from test_local_parallel import Grid, assert_same_run, drawn, settings, train
 from test_local_true_on_policy import EXPERTS
 from tolerances import FP32_LOG_PROB
 
@@ -66,9 +66,7 @@ def test_integers_leave_the_gate_as_it_is(weights: dict[str, torch.Tensor]) -> N
     assert not [name for name in rounded if name.endswith("mlp.gate.weight")]
 
 
-def test_the_layout_of_ranks_changes_no_step(yaml: Path, tmp_path: Path) -> None:  # noqa: F811
-    args = settings(Grid(), yaml, EXPERTS)
-    rollout = drawn(args, "bf16")
-    alone = train(Grid(), args, rollout, tmp_path / "alone")
-    grid = Grid(dp=2, cp=2)
-    assert_same_run(train(grid, settings(grid, yaml, EXPERTS), rollout, tmp_path / "four"), alone)
+def test_the_layout_of_ranks_changes_no_step(yaml: Path, tmp_path: Path) -> None:
+    one, four = (settings(grid, yaml, EXPERTS) for grid in (Grid(), Grid(dp=2, cp=2)))
+    rollout = drawn(one, "bf16")
+    assert_same_run(train(four, rollout, tmp_path / "four"), train(one, rollout, tmp_path / "one"))

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_local_loop import LOSS_HOOK, configured
 from test_local_parallel import RTOL, Grid, assert_same_run, drawn, relative, train
 from test_local_parallel import settings as grid_settings
 
 from lab.host.rollout.sampler import Rollout
 
 NAMED = 6
-OURS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 BOUND = "weight: {level: token, bound: truncate, upper: 1.1}, objective: {old: behavior, surrogate: reinforce}"
 
 
@@ -18,7 +18,7 @@ BOUND = "weight: {level: token, bound: truncate, upper: 1.1}, objective: {old: b
 def named(tmp_path_factory: pytest.TempPathFactory) -> Rollout:
     """A rollout of the int3 engine, which names a part of the vocabulary at each position."""
     file = tmp_path_factory.mktemp("config") / "plain.yaml"
-    file.write_text(f"mis: {{{BOUND}}}\n")
+    configured(file, f"{{{BOUND}}}")
     return drawn(grid_settings(Grid(), file), "int3", NAMED)
 
 
@@ -42,13 +42,13 @@ def test_the_engine_names_its_likeliest_tokens(named: Rollout) -> None:
 def test_four_centered_steps_agree_in_every_layout(named: Rollout, tmp_path: Path) -> None:
     """The term changes the gradient, and not by the layout of ranks."""
     files = {name: tmp_path / f"{name}.yaml" for name in ("centered", "plain")}
-    files["centered"].write_text(f"mis: {{metrics: full, center: {{top_k: {NAMED}}}, {BOUND}}}\n")
-    files["plain"].write_text(f"mis: {{metrics: full, {BOUND}}}\n")
-    flags = f"{OURS} --rollout-top-logprobs-num {NAMED}"
-    one = train(Grid(), grid_settings(Grid(), files["centered"], flags), named, tmp_path / "one")
-    grid = Grid(tp=2, cp=2)
-    assert_same_run(train(grid, grid_settings(grid, files["centered"], flags), named, tmp_path / "many"), one)
-    plain = train(Grid(), grid_settings(Grid(), files["plain"], flags), named, tmp_path / "plain")
+    configured(files["centered"], f"{{metrics: full, center: {{top_k: {NAMED}}}, {BOUND}}}")
+    configured(files["plain"], f"{{metrics: full, {BOUND}}}")
+    flags = f"{LOSS_HOOK} --rollout-top-logprobs-num {NAMED}"
+    one = train(grid_settings(Grid(), files["centered"], flags), named, tmp_path / "one")
+    many = train(grid_settings(Grid(tp=2, cp=2), files["centered"], flags), named, tmp_path / "many")
+    assert_same_run(many, one)
+    plain = train(grid_settings(Grid(), files["plain"], flags), named, tmp_path / "plain", count=1)
     assert relative(plain["steps"][0][1], one["steps"][0][1]) > 1000 * RTOL
     measured = [step[0]["center_drift"] for step in (plain["steps"][0], one["steps"][0])]
     assert measured[0] == pytest.approx(measured[1]) and measured[0] > 0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_local_loop import ALONE, micro_batch, records, run, settings
-from test_local_parallel import GRIDS, Grid, on_this_rank, recorded, relative, train, yaml  # noqa: F401
+from test_local_loop import ALONE, LOSS_HOOK, micro_batch, records, run, settings
+from test_local_parallel import GRIDS, Grid, assert_same_steps, on_ranks, on_this_rank, train
 from test_local_parallel import settings as grid_settings
 from test_local_true_on_policy import PUSHED
 from tolerances import EPS, FP32_LOG_PROB
@@ -17,13 +17,10 @@ from tolerances import EPS, FP32_LOG_PROB
 from lab.host.model.model import packed_logits
 from lab.host.rollout.sampler import Rollout, shard
 from lab.host.rollout.tasks import Task
-from lab.host.train import loss, parallel
+from lab.host.train import loss
 from lab.host.train.log_probs import get_log_probs_and_entropy
 from lab.host.train.loss import custom_loss, policy_loss
 from mis_plugins.mis import drop_broken_samples
-
-RTOL = 1e-5  # what the project promises between layouts of ranks, relative
-OURS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 
 
 def note(args: Namespace, name: str, line: object) -> None:
@@ -63,31 +60,23 @@ def test_a_custom_loss_is_called_as_the_hosts_call_it(monkeypatch: pytest.Monkey
     assert metrics["k3_kl"].item() > 0 and not any(value.requires_grad for value in metrics.values())
 
 
-@pytest.fixture(scope="module")
-def hooked(yaml: Path, recorded: Rollout, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:  # noqa: F811
-    return train(Grid(), grid_settings(Grid(), yaml), recorded, tmp_path_factory.mktemp("hook"))
-
-
 @pytest.mark.parametrize("grid", [Grid(), *GRIDS[:2]], ids=str)
 def test_our_custom_loss_is_the_hosts_loss_with_our_tis_hook(
-    grid: Grid, yaml: Path, recorded: Rollout, hooked: dict[str, Any], tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
+    grid: Grid, yaml: Path, recorded: Rollout, one_rank: dict[str, Any], tmp_path: Path
+) -> None:
     """Two ways to the same gradient, over four steps: logits and helper, and log-probs and hook."""
-    custom = train(grid, grid_settings(grid, yaml, OURS), recorded, tmp_path / "custom")
-    assert any(0 < metrics["kept_fraction"] < 1 for metrics, _ in hooked["steps"])
-    for (found, gradient), (expected, reference) in zip(custom["steps"], hooked["steps"], strict=True):
-        assert relative(gradient, reference) < RTOL
-        for name in ("loss", "kept_fraction", "k3_kl", "pg_clipfrac", "mis_k3_kl"):
-            assert found[name] == pytest.approx(expected[name], rel=RTOL, abs=16 * EPS), name
+    custom = train(grid_settings(grid, yaml, LOSS_HOOK), recorded, tmp_path)
+    assert any(0 < metrics["kept_fraction"] < 1 for metrics, _ in one_rank["steps"])
+    assert_same_steps(custom, one_rank, ("kept_fraction", "k3_kl", "pg_clipfrac", "mis_k3_kl"))
 
 
 @pytest.mark.parametrize("grid", [Grid(), Grid(tp=2, cp=2)], ids=str)
 def test_the_helper_scores_as_the_trainer_does_and_gives_the_entropy(
-    grid: Grid, yaml: Path, recorded: Rollout, tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
+    grid: Grid, yaml: Path, recorded: Rollout, tmp_path: Path
+) -> None:
     args = grid_settings(grid, yaml)
 
-    def main() -> None:
+    def main() -> tuple[dict[str, list[torch.Tensor]], list[torch.Tensor]]:
         state, trainer = on_this_rank(args)
         data = shard(args, state, recorded)
         names = {"unconcat_tokens": "tokens", "total_lengths": "total_lengths", "response_lengths": "response_lengths"}
@@ -95,12 +84,9 @@ def test_the_helper_scores_as_the_trainer_does_and_gives_the_entropy(
         with torch.no_grad():
             logits = packed_logits(trainer.ddp, trainer._micro_batch(data, range(8)).layout)
             found = get_log_probs_and_entropy(logits, args=args, with_entropy=True, **lengths)
-        expected = trainer.log_probs(data)[:8]
-        torch.save((found, expected), tmp_path / f"{dist.get_rank()}.pt")
+        return found, trainer.log_probs(data)[:8]
 
-    assert parallel.launch(grid.tp * grid.cp, main) == 0
-    for rank in range(grid.tp * grid.cp):
-        found, expected = torch.load(tmp_path / f"{rank}.pt")
+    for found, expected in on_ranks(args, main, tmp_path):
         torch.testing.assert_close(torch.cat(found["log_probs"]), torch.cat(expected), rtol=0, atol=FP32_LOG_PROB)
         assert [part.numel() for part in found["entropy"]] == [part.numel() for part in expected]
         entropy = torch.cat(found["entropy"])
@@ -180,9 +166,7 @@ def test_the_train_step_hook_is_called_once_the_gradients_are_zero(tmp_path: Pat
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def test_holding_other_weights_gives_the_own_ones_back(
-    yaml: Path, recorded: Rollout, tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
+def test_holding_other_weights_gives_the_own_ones_back(yaml: Path, recorded: Rollout, tmp_path: Path) -> None:
     args = grid_settings(Grid(tp=2), yaml)
 
     def main() -> None:
@@ -194,7 +178,5 @@ def test_holding_other_weights_gives_the_own_ones_back(
             assert not torch.equal(torch.cat(trainer.log_probs(data)), scores)
         assert torch.equal(torch.cat(trainer.log_probs(data)), scores)
         assert all(torch.equal(trainer.weights()[name], weight) for name, weight in before.items())
-        (tmp_path / f"done-{state.tp.rank}").touch()
 
-    assert parallel.launch(2, main) == 0
-    assert (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists()
+    on_ranks(args, main, tmp_path)

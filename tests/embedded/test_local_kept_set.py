@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_local_parallel import RTOL, Grid, assert_same_run, recorded, relative, train, yaml  # noqa: F401
+from test_local_loop import LOSS_HOOK
+from test_local_parallel import RTOL, Grid, assert_same_run, relative, tis, train
 from test_local_parallel import settings as grid_settings
 from tolerances import FP32_LOG_PROB
 
@@ -28,7 +29,6 @@ from true_on_policy.engines.sglang.engine import _over_kept
 
 VOCABULARY, LENGTHS = 12, [(9, 4), (5, 2), (7, 6)]  # of each sequence and its response
 ARGS = Namespace(rollout_temperature=0.7, true_on_policy=False)
-OURS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 
 
 class Sequences:
@@ -107,7 +107,7 @@ def test_kept_sets_of_another_count_are_named() -> None:
 
 
 @pytest.fixture(scope="module")
-def cut(recorded: Rollout) -> Rollout:  # noqa: F811
+def cut(recorded: Rollout) -> Rollout:
     """The recorded rollout as if each token had been sampled from itself and two thirds of the others."""
     samples, size = [], Task(2).vocab_size
     for sample in recorded.samples:
@@ -118,17 +118,14 @@ def cut(recorded: Rollout) -> Rollout:  # noqa: F811
     return replace(recorded, samples=samples)
 
 
-def test_four_steps_over_kept_sets_agree_in_every_layout(
-    cut: Rollout, recorded: Rollout, tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
+def test_four_steps_over_kept_sets_agree_in_every_layout(cut: Rollout, recorded: Rollout, tmp_path: Path) -> None:
     """By the host's loss and by ours; without the sets the gradient would be another."""
-    weight = tmp_path / "tis.yaml"
-    weight.write_text("mis: {weight: {level: token, bound: truncate, upper: 1.1}}\n")
-    one = train(Grid(), grid_settings(Grid(), weight), cut, tmp_path / "one")
-    for grid in (Grid(tp=2, cp=2), Grid(dp=2, cp=2)):
-        assert_same_run(train(grid, grid_settings(grid, weight), cut, tmp_path / "many"), one)
-    custom = train(grid, grid_settings(grid, weight, OURS), cut, tmp_path / "custom")
-    whole = train(Grid(), grid_settings(Grid(), weight), recorded, tmp_path / "whole")
+    weight, grids = tis(tmp_path), (Grid(tp=2, cp=2), Grid(dp=2, cp=2))
+    one = train(grid_settings(Grid(), weight), cut, tmp_path / "one")
+    for grid in grids:
+        assert_same_run(train(grid_settings(grid, weight), cut, tmp_path / f"dp{grid.dp}"), one)
+    custom = train(grid_settings(grids[1], weight, LOSS_HOOK), cut, tmp_path / "custom", count=1)
+    whole = train(grid_settings(Grid(), weight), recorded, tmp_path / "whole", count=1)
     assert relative(custom["steps"][0][1], one["steps"][0][1]) < RTOL
     assert relative(whole["steps"][0][1], one["steps"][0][1]) > 1000 * RTOL
 

@@ -19,20 +19,30 @@ from lab.host.rollout.tasks import EOS, EQUALS, Problem, Task
 from lab.host.train import loss
 from lab.host.train.batch import pack
 from lab.host.train.loss import MicroBatch, clipped_surrogate, policy_loss
-from lab.host.train.parallel import EXIT_USER_ERROR, GroupInfo, ParallelState, launch
+from lab.host.train.parallel import GroupInfo, ParallelState, launch
 from mis_plugins.config.loading import preset_path
 from mis_plugins.errors import ConfigError
+from mis_plugins.shared.shell import REFUSED
 
 MIS = "mis_plugins.mis.compute_mis_weights_with_cp"
+TIS_HOOK = f"--use-tis --custom-tis-function-path {MIS}"
+LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 NOBODY = GroupInfo(0, 1, None)
 ALONE = ParallelState(NOBODY, NOBODY, NOBODY, NOBODY, NOBODY)
 
 
-def run(flags: str, output: Path, **settings: int) -> int:
-    """A small run with these flags; settings are those that `--smoke` would overrule."""
+def small(flags: str, output: Path, **settings: int) -> Namespace:
+    """The arguments of a small run with these flags; settings are those that `--smoke` would overrule.
+
+    Runs whose outputs lie side by side share their warm start.
+    """
     args = parse_args(f"--smoke --quiet --output {output} {flags}".split())
     vars(args).update(settings)
-    return launched(args)
+    return args
+
+
+def run(flags: str, output: Path, **settings: int) -> int:
+    return launched(small(flags, output, **settings))
 
 
 def launched(args: Namespace, picture: bool = False) -> int:
@@ -41,6 +51,12 @@ def launched(args: Namespace, picture: bool = False) -> int:
         if not picture:
             patch.setattr(report, "draw_histories", lambda histories, output: None)
         return launch(args.world_size, lambda: run_rank(args))
+
+
+def configured(path: Path, mis: str) -> str:
+    """Write a config of `mis:`; return the flag by which a run reads it."""
+    path.write_text(f"mis: {mis}\n")
+    return f"--custom-config-path {path}"
 
 
 def records(output: Path) -> list[dict[str, Any]]:
@@ -65,9 +81,13 @@ def numbers(output: Path) -> list[dict[str, Any]]:
         ("--num-attention-heads 6 --num-query-groups 4", "--num-attention-heads = 6 .*--num-query-groups 4"),
         ("--num-rollout 0", "--num-rollout: got 0; give at least 1"),
         ("--rollout-temperature 0", "--rollout-temperature: got 0.0"),
+        ("--rollout-temperature inf", "--rollout-temperature: got inf; give a finite number"),
+        ("--rollout-temperature nan", "--rollout-temperature: got nan; give a finite number"),
+        ("--save-interval 0", "--save-interval: got 0; give at least 1"),
+        ("--grad-cosine-every -1", "--grad-cosine-every: got -1; give a whole number, at least 0"),
         ("--use-tis", "--use-tis needs --custom-tis-function-path"),
         ("--get-mismatch-metrics", "--get-mismatch-metrics needs --custom-tis-function-path"),
-        (f"--use-tis --use-rollout-logprobs --custom-tis-function-path {MIS}", "--use-tis with --use-rollout-logprobs"),
+        (f"--use-rollout-logprobs {TIS_HOOK}", "--use-tis with --use-rollout-logprobs"),
         (f"--custom-tis-function-path {MIS}", "--custom-tis-function-path has no effect without --use-tis"),
         (f"--custom-config-path {preset_path('metrics-only')}",
          "--custom-config-path: `mis:` in the file has no effect without a hook"),
@@ -82,8 +102,8 @@ def numbers(output: Path) -> list[dict[str, Any]]:
         ("--reward-shift -1", "--reward-shift -1 with --advantage-estimator grpo: a group"),
         ("--loss-type custom_loss", "--loss-type custom_loss and --custom-loss-function-path need each other"),
         ("--custom-loss-function-path mis_plugins.mis.policy_loss", "need each other; give both or none"),
-        ("--custom-pg-loss-reducer-function-path a.b --loss-type custom_loss --custom-loss-function-path "
-         "mis_plugins.mis.policy_loss", "--custom-pg-loss-reducer-function-path has no effect with --loss-type"),
+        (f"--custom-pg-loss-reducer-function-path a.b {LOSS_HOOK}",
+         "--custom-pg-loss-reducer-function-path has no effect with --loss-type"),
         ("--rollout-sample-filter-path mis_plugins.nothing", "--rollout-sample-filter-path: cannot load"),
         ("--custom-megatron-before-train-step-hook-path x", "--custom-megatron-before-train-step-hook-path: cannot"),
         ("--rollout-engine sglang --rollout-weights int3", "--rollout-engine sglang with --rollout-weights int3: only"),
@@ -136,8 +156,7 @@ def test_settings_that_cannot_work_are_refused_by_their_flags(flags: str, messag
 
 def test_the_loss_hook_takes_a_preset_of_the_tis_hook() -> None:
     """The file says `use_tis: true`, which asks for no TIS hook where the loss hook corrects."""
-    flags = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
-    assert parse_args([*flags.split(), "--custom-config-path", str(preset_path("tis"))]).use_tis
+    assert parse_args([*LOSS_HOOK.split(), "--custom-config-path", str(preset_path("tis"))]).use_tis
 
 
 @pytest.mark.parametrize(
@@ -147,13 +166,13 @@ def test_the_loss_hook_takes_a_preset_of_the_tis_hook() -> None:
 def test_a_users_mistake_is_told_in_one_line_and_exits_2(flags: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = ran("-m", "lab.host", "--output", tmp_path, *flags.format(tmp_path).split())
-    assert done.returncode == EXIT_USER_ERROR
+    assert done.returncode == REFUSED
     assert done.stderr.startswith(f"error: {message.format(tmp_path)}") and done.stderr.count("\n") == 1
 
 
 def test_an_error_inside_the_ranks_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = f"--context-parallel-size 2 --load {tmp_path / 'nothing'}"
-    assert run(flags, tmp_path / "run") == EXIT_USER_ERROR
+    assert run(flags, tmp_path / "run") == REFUSED
     assert capfd.readouterr().err.count("no checkpoint.pt there") == 1
 
 
@@ -178,6 +197,13 @@ def test_every_key_of_the_yaml_lands_on_args_as_in_the_hosts(tmp_path: Path) -> 
         ("num_rollout: ten", "--num-rollout: got 'ten'; give a whole number"),
         ("rollout_step_seconds: soon", "--rollout-step-seconds: got 'soon'; give a finite number"),
         ("eps_clip: null", "--eps-clip: got None; give a finite number"),
+        ("rollout_temperature: 1e-1", "--rollout-temperature: got '1e-1'; give a finite number"),
+        ("weight_decay: 1e-4", "--weight-decay: got '1e-4'; give a finite number"),
+        ("lr: true", "--lr: got True; give a finite number"),
+        ("warmup_steps: soon", "--warmup-steps: got 'soon'; give a whole number"),
+        ("true_on_policy: maybe", "--true-on-policy: got 'maybe'; give true or false"),
+        ("advantage_estimator: gae", "--advantage-estimator: got 'gae'; choose one of grpo, reinforce"),
+        ("rollout_weights: int2", "--rollout-weights: got 'int2'; choose one of fp32, bf16, int8, int4, int3"),
         ("max_head_offpolicyness: far", "--max-head-offpolicyness: got 'far'; give a whole number"),
         ("max_head_offpolicyness: 1.5", "--max-head-offpolicyness: got 1.5; give a whole number"),
         ("max_concurrent_rollouts: true", "--max-concurrent-rollouts: got True; give a whole number"),
@@ -263,12 +289,10 @@ def test_without_recomputed_log_probs_the_target_policy_is_the_proximal_one() ->
 
 
 def test_a_corrected_run_over_two_context_ranks_leaves_complete_files(tmp_path: Path) -> None:
-    yaml = tmp_path / "mis.yaml"
-    yaml.write_text("mis:\n  metrics: full\n  weight: {level: token, bound: truncate, upper: 2.0}\n")
-    hook = f"--use-tis --custom-tis-function-path {MIS} --custom-config-path {yaml}"
+    config = "{metrics: full, weight: {level: token, bound: truncate, upper: 2.0}}"
+    hook = f"{TIS_HOOK} {configured(tmp_path / 'mis.yaml', config)}"
     flags = f"--context-parallel-size 2 --rollout-weights int4 --grad-cosine-every 2 {hook}"
-    args = parse_args(f"--smoke --quiet --output {tmp_path / 'run'} {flags}".split())
-    assert launched(args, picture=True) == 0
+    assert launched(small(flags, tmp_path / "run"), picture=True) == 0
     rows = records(tmp_path / "run")
     assert [row["rollout"] for row in rows] == [row["weight_version"] for row in rows] == [0, 1, 2]
     assert all(0 < row["k3_kl"] < 1 and row["mis_kl"] is not None for row in rows)
@@ -280,10 +304,8 @@ def test_a_corrected_run_over_two_context_ranks_leaves_complete_files(tmp_path: 
 
 def test_a_resumed_run_gives_the_same_numbers(tmp_path: Path) -> None:
     """Four rollouts at once, and two, then two more from the checkpoint."""
-    common = f"--seed 7 --rollout-weights int8 --warmup-cache {tmp_path}"
-    straight = tmp_path / "straight"
+    common, straight, resumed = "--seed 7 --rollout-weights int8", tmp_path / "straight", tmp_path / "resumed"
     assert run(common, straight, num_rollout=4) == 0
-    resumed = tmp_path / "resumed"
     assert run(f"{common} --save {tmp_path}/save", resumed, num_rollout=2) == 0
     assert run(f"{common} --load {tmp_path}/save", resumed, num_rollout=4) == 0
     assert numbers(resumed) == numbers(straight)
@@ -291,10 +313,9 @@ def test_a_resumed_run_gives_the_same_numbers(tmp_path: Path) -> None:
 
 
 def test_another_layout_of_ranks_reads_the_checkpoint(tmp_path: Path) -> None:
-    common = f"--warmup-cache {tmp_path}"
-    assert run(f"{common} --save {tmp_path}/save", tmp_path / "one", num_rollout=2) == 0
+    assert run(f"--save {tmp_path}/save", tmp_path / "one", num_rollout=2) == 0
     ranks = "--tensor-model-parallel-size 2 --context-parallel-size 2"
-    assert run(f"{common} --load {tmp_path}/save {ranks}", tmp_path / "four") == 0
+    assert run(f"--load {tmp_path}/save {ranks}", tmp_path / "four") == 0
     assert [row["rollout"] for row in records(tmp_path / "four")] == [2]
 
 

@@ -1,11 +1,12 @@
 """The trainer in every layout of ranks: one recorded batch, four optimizer steps, the same numbers."""
 
+import gc
+import multiprocessing
 import signal
-import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from launch import run_ranks
 from megatron.core import parallel_state as mpu
+from megatron.core.process_groups_config import ProcessGroupCollection
 from teacher_forcing import teacher_forced
+from test_local_loop import TIS_HOOK, configured
 from tolerances import EPS, FP32_LOG_PROB
 
 from lab.host.cli.arguments import parse_args
 from lab.host.loop import model_config
 from lab.host.model.decoding import Sampling
 from lab.host.model.engine import DecodeEngine
-from lab.host.model.model import initial_weights
+from lab.host.model.model import PackedAttention, PackedLayout, initial_weights
 from lab.host.rollout.sample import make_samples
 from lab.host.rollout.sampler import Rollout, derive_seed, draw_problems, shard
 from lab.host.rollout.tasks import Task
@@ -32,11 +36,11 @@ from lab.host.train.batch import pack
 from lab.host.train.loss import LOSSES
 from lab.host.train.parallel import ParallelState
 from lab.host.train.trainer import Trainer
+from mis_plugins.shared.shell import INTERRUPTED
 
 RTOL = 1e-5  # what the project promises, relative, for four steps in any layout
 LOG_RATIO = 16 * EPS  # rounding of a difference of log-probs near -3, each a few dozen operations deep
 SIZES = "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 8 --num-digits 5 --hidden-size 32"
-HOOK = "--use-tis --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,13 @@ GRIDS = [Grid(cp=4), Grid(tp=2, cp=2), Grid(dp=2, cp=2)]
 
 
 def settings(grid: Grid, yaml: Path, extra: str = "") -> Namespace:
-    return parse_args(f"{SIZES} --lr 3e-4 {HOOK} --custom-config-path {yaml} {grid.flags} {extra}".split())
+    return parse_args(f"{SIZES} --lr 3e-4 {TIS_HOOK} --custom-config-path {yaml} {grid.flags} {extra}".split())
+
+
+def tis(folder: Path) -> Path:
+    """Write a config of token weights, none of which depends on another token."""
+    configured(folder / "tis.yaml", "{weight: {level: token, bound: truncate, upper: 1.1}}")
+    return folder / "tis.yaml"
 
 
 def strong_weights(args: Namespace) -> dict[str, torch.Tensor]:
@@ -65,24 +75,6 @@ def strong_weights(args: Namespace) -> dict[str, torch.Tensor]:
     config = model_config(args, Task(args.num_digits).vocab_size)
     weights = initial_weights(config, seed=1)
     return {name: weight * (1 if weight.dim() == 1 else 4) for name, weight in weights.items()}
-
-
-@pytest.fixture(scope="module")
-def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("config") / "mis.yaml"
-    path.write_text(
-        "mis:\n"
-        "  metrics: full\n"
-        "  weight: {level: token, bound: truncate, upper: 1.1, normalize: {scope: data_parallel}}\n"
-        "  reject: [{over: mean, lower: 0.9, upper: 1.1}]\n"
-    )
-    return path
-
-
-@pytest.fixture(scope="module")
-def recorded(yaml: Path) -> Rollout:
-    """A rollout of the int3 engine."""
-    return drawn(settings(Grid(), yaml), "int3")
 
 
 def drawn(args: Namespace, precision: str, named: int = 0) -> Rollout:
@@ -109,26 +101,27 @@ def on_this_rank(args: Namespace) -> tuple[ParallelState, Trainer]:
     return state, Trainer(args, config, state, strong_weights(args), args.lr)
 
 
-def train(grid: Grid, args: Namespace, rollout: Rollout, folder: Path) -> dict[str, Any]:
-    """Metrics and gradient of every step on the recorded rollout, and the weights at the end."""
+def on_ranks(args: Namespace, work: Callable[[], Any], folder: Path) -> list[Any]:
+    """What `work` returns on each of the ranks that the arguments ask for."""
+    return run_ranks(args.world_size, 1, lambda rank: work(), folder, limit_s=240, megatron=False)
 
-    def main() -> None:
+
+def train(args: Namespace, rollout: Rollout, folder: Path, count: int = 4) -> dict[str, Any]:
+    """Metrics and gradient of so many steps on a rollout, and the weights at the end."""
+
+    def main() -> dict[str, Any]:
         state, trainer = on_this_rank(args)
         data = shard(args, state, rollout)
         data["log_probs"] = trainer.log_probs(data)
-        share = args.global_batch_size // grid.dp
+        share = args.global_batch_size // args.data_parallel_size
         steps = []
-        for start in range(0, len(data["tokens"]), share):
+        for start in range(0, count * share, share):
             metrics = trainer.accumulate(args, data, range(start, start + share), LOSSES[args.loss_type])
             gradient = trainer.gradient()
             steps.append((metrics | {"grad_norm": trainer.step()}, gradient))
-        weights = torch.cat([weight.flatten() for weight in trainer.weights().values()])
-        if dist.get_rank() == 0:
-            torch.save({"steps": steps, "weights": weights}, folder / "result.pt")
+        return {"steps": steps, "weights": torch.cat([weight.flatten() for weight in trainer.weights().values()])}
 
-    folder.mkdir(exist_ok=True)
-    assert parallel.launch(grid.tp * grid.cp * grid.dp, main) == 0
-    return torch.load(folder / "result.pt")
+    return on_ranks(args, main, folder)[0]
 
 
 def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -136,26 +129,26 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def assert_same_run(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert len(got["steps"]) == len(expected["steps"]) == 4
-    for (metrics, gradient), (reference_metrics, reference) in zip(got["steps"], expected["steps"], strict=True):
-        assert metrics["loss"] == pytest.approx(reference_metrics["loss"], rel=RTOL)
-        shared = [name for name in metrics if not name.endswith("_mb")]  # a micro-batch is a data-parallel rank's
-        for name in shared:
-            assert metrics[name] == pytest.approx(reference_metrics[name], rel=RTOL, abs=LOG_RATIO), name
-        assert relative(gradient, reference) < RTOL
+    shared = [name for name in got["steps"][0][0] if not name.endswith("_mb")]  # those are a data-parallel rank's
+    assert_same_steps(got, expected, shared)
     assert relative(got["weights"], expected["weights"]) < RTOL
 
 
-@pytest.fixture(scope="module")
-def one_rank(yaml: Path, recorded: Rollout, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return train(Grid(), settings(Grid(), yaml), recorded, tmp_path_factory.mktemp("one"))
+def assert_same_steps(got: dict[str, Any], expected: dict[str, Any], names: Collection[str] = ()) -> None:
+    """Four steps with the same loss, gradient and metrics of these names."""
+    assert len(got["steps"]) == len(expected["steps"]) == 4
+    for (metrics, gradient), (reference_metrics, reference) in zip(got["steps"], expected["steps"], strict=True):
+        assert metrics["loss"] == pytest.approx(reference_metrics["loss"], rel=RTOL)
+        for name in names:
+            assert metrics[name] == pytest.approx(reference_metrics[name], rel=RTOL, abs=LOG_RATIO), name
+        assert relative(gradient, reference) < RTOL
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_four_steps_agree_in_every_layout(
     grid: Grid, yaml: Path, recorded: Rollout, one_rank: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert_same_run(train(grid, settings(grid, yaml), recorded, tmp_path), one_rank)
+    assert_same_run(train(settings(grid, yaml), recorded, tmp_path), one_rank)
 
 
 def test_the_recorded_batch_exercises_the_correction(one_rank: dict[str, Any], recorded: Rollout) -> None:
@@ -168,20 +161,16 @@ def test_the_recorded_batch_exercises_the_correction(one_rank: dict[str, Any], r
 
 
 def test_per_token_loss_agrees_across_ranks(yaml: Path, recorded: Rollout, tmp_path: Path) -> None:
-    one, four = Grid(), Grid(dp=2, cp=2)
-    expected = train(one, settings(one, yaml, "--calculate-per-token-loss"), recorded, tmp_path / "one")
-    got = train(four, settings(four, yaml, "--calculate-per-token-loss"), recorded, tmp_path / "four")
-    assert_same_run(got, expected)
+    one, four = (settings(grid, yaml, "--calculate-per-token-loss") for grid in (Grid(), Grid(dp=2, cp=2)))
+    assert_same_run(train(four, recorded, tmp_path / "four"), train(one, recorded, tmp_path / "one"))
 
 
 def test_micro_batches_do_not_change_a_loss_without_normalization(recorded: Rollout, tmp_path: Path) -> None:
-    yaml = tmp_path / "tis.yaml"
-    yaml.write_text("mis: {weight: {level: token, bound: truncate, upper: 1.1}}\n")
-    whole = train(Grid(), settings(Grid(), yaml), recorded, tmp_path / "whole")
-    split = train(Grid(), settings(Grid(), yaml, "--micro-batch-size 2"), recorded, tmp_path / "split")
-    for (metrics, gradient), (reference_metrics, reference) in zip(split["steps"], whole["steps"], strict=True):
-        assert metrics["loss"] == pytest.approx(reference_metrics["loss"], rel=RTOL)
-        assert relative(gradient, reference) < RTOL
+    whole, split = (
+        train(settings(Grid(), tis(tmp_path), flags), recorded, tmp_path / name)
+        for name, flags in {"whole": "", "split": "--micro-batch-size 2"}.items()
+    )
+    assert_same_steps(split, whole)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -191,13 +180,11 @@ def test_the_engine_scores_with_exported_weights_as_the_trainer_does(
     """Two forward passes that share no code: names, the interleaving of q, k and v, RoPE and norms all agree."""
     args = settings(Grid(tp=tp), yaml)
 
-    def main() -> None:
+    def main() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         state, trainer = on_this_rank(args)
-        scores = trainer.log_probs(shard(args, state, recorded))
-        torch.save((trainer.weights(), torch.cat(scores)), tmp_path / f"{state.tp.rank}.pt")
+        return trainer.weights(), torch.cat(trainer.log_probs(shard(args, state, recorded)))
 
-    assert parallel.launch(tp, main) == 0
-    weights, scores = torch.load(tmp_path / "0.pt")
+    weights, scores = on_ranks(args, main, tmp_path)[0]
     assert all(torch.equal(weights[name], weight) for name, weight in strong_weights(args).items())
     engine = DecodeEngine(model_config(args, Task(args.num_digits).vocab_size), "fp32")
     engine.update_weights(weights, version=0)
@@ -239,13 +226,7 @@ def test_packed_attention_is_causal_attention_within_each_sequence(tmp_path: Pat
         assert k.grad is not None
         return out.detach(), k.grad
 
-    def main() -> None:
-        from megatron.core.process_groups_config import ProcessGroupCollection
-
-        from lab.host.model.model import PackedAttention, PackedLayout
-
-        parallel.initialize(1, 2)
-        rank = mpu.get_context_parallel_rank()
+    def main(rank: int) -> tuple[torch.Tensor, ...]:
         layout = pack([torch.arange(n) for n in lengths], [0] * 3, rank, 2)
         real = layout.positions < torch.tensor(lengths)[layout.sequence]
         starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
@@ -255,12 +236,10 @@ def test_packed_attention_is_causal_attention_within_each_sequence(tmp_path: Pat
         out = attention(query[place], k, value[place], None, packed_seq_params=PackedLayout.of(layout))
         out[real].square().sum().backward()
         assert k.grad is not None
-        torch.save((place[real], out[real].detach(), k.grad[real]), tmp_path / f"{rank}.pt")
+        return place[real], out[real].detach(), k.grad[real]
 
     expected_out, expected_grad = reference()
-    assert parallel.launch(2, main) == 0
-    for rank in range(2):
-        place, out, gradient = torch.load(tmp_path / f"{rank}.pt")
+    for place, out, gradient in run_ranks(2, 2, main, tmp_path):
         torch.testing.assert_close(out, expected_out[place])
         torch.testing.assert_close(gradient, expected_grad[place])
 
@@ -294,24 +273,29 @@ def test_ctrl_c_while_ranks_connect_ends_all_of_them(
     monkeypatch.setattr(parallel, "start_processes", interrupted("start", starts, after=True))
     monkeypatch.setattr(parallel, "on_loopback", interrupted("join", parallel.on_loopback))
     monkeypatch.setattr(mpu, "initialize_model_parallel", interrupted("groups", groups))
-    assert parallel.launch(2, main) == parallel.EXIT_INTERRUPTED
+    assert parallel.launch(2, main) == INTERRUPTED
 
 
-LEFT_A_GROUP = """
-import gc, sys
-import torch.distributed as dist
-from lab.host.train.parallel import launch
+def launch_over_a_left_group() -> None:
+    """Launch ranks that collect garbage, in a process whose garbage holds a process group."""
 
-gc.disable()
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-garbage = [dist.group.WORLD]
-garbage.append(garbage)
-del garbage
-dist.destroy_process_group()
-sys.exit(launch(2, gc.collect))
-"""
+    def main() -> None:
+        gc.collect()
+
+    gc.disable()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    garbage: list[Any] = [dist.group.WORLD]
+    garbage.append(garbage)
+    del garbage, store
+    dist.destroy_process_group()
+    sys.exit(parallel.launch(2, main))
 
 
 def test_a_rank_waits_for_no_thread_of_the_launchers() -> None:
     """The destructor of an inherited process group would join a thread that only the launcher has."""
-    assert subprocess.run([sys.executable, "-c", LEFT_A_GROUP], timeout=60).returncode == 0
+    launcher = multiprocessing.get_context("fork").Process(target=launch_over_a_left_group)
+    launcher.start()
+    launcher.join(timeout=60)
+    launcher.kill()
+    assert launcher.exitcode == 0

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_local_loop import numbers, records, run
+from test_local_loop import TIS_HOOK, configured, numbers, records, run, small
 from test_local_parallel import strong_weights
 from test_local_true_on_policy import EXPERTS, PUSHED
 
-from lab.host.cli.arguments import parse_args
 from lab.host.folders import STEPS
 from lab.host.loop import Loop
 from lab.host.model.replay import ROUTES, rows_of
@@ -24,7 +23,6 @@ from mis_plugins.errors import InputError
 
 R3 = f"{EXPERTS} --num-layers 3 {PUSHED} --use-rollout-routing-replay"
 WATCHED = "--custom-megatron-before-log-prob-hook-path mis_plugins.mis.watch_routes"
-HOOK = "--use-tis --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 RAISES = "weight: {level: token, bound: truncate, upper: 2.0}, routing: {on_fault: raise}"
 DIFFERS = "train/mis_step/route_differs"
 
@@ -37,11 +35,9 @@ def steps(output: Path) -> list[dict[str, float]]:
 
 def watched(flags: str, output: Path, config: str = RAISES, **settings: int) -> int:
     """A run of three rollouts, two steps each, that stops where the watch finds a fault."""
-    path = output.with_suffix(".yaml")
-    path.write_text(f"mis: {{{config}}}\n")
-    hooks = f"{WATCHED} --custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
-    cache = f"--warmup-cache {output.parent / 'warm'} --custom-config-path {path}"
-    return run(f"{R3} {hooks} {HOOK} {cache} {flags}", output, **{"micro_batch_size": 4, **settings})
+    file = configured(output.with_suffix(".yaml"), f"{{{config}}}")
+    hooks = f"{WATCHED} --custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step {TIS_HOOK} {file}"
+    return run(f"{R3} {hooks} {flags}", output, **{"micro_batch_size": 4, **settings})
 
 
 def mismatch(loop: Loop, replays: bool) -> float:
@@ -56,10 +52,10 @@ def mismatch(loop: Loop, replays: bool) -> float:
 
 
 def test_replay_takes_most_of_the_mismatch_away(tmp_path: Path) -> None:
-    args = parse_args(f"--smoke --quiet {R3} --warmup-steps 1 --output {tmp_path}/run".split())
+    args = small(f"{R3} --warmup-steps 1", tmp_path / "run")
 
     def main() -> None:
-        loop = Loop.start(args, initialize(1, 1))
+        loop = Loop(args, initialize(1, 1))
         weights = strong_weights(args)
         loop.trainer.load_weights(weights)
         loop.engine.update_weights(weights, 0)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_local_loop import numbers, run
+from test_local_loop import configured, numbers, run
 
 from lab.host.folders import STEPS
 from lab.host.train.trainer import Trainer
@@ -17,10 +17,8 @@ DIFFERS, LARGEST = "train/mis_step/resplit_differs", "train/mis_step/resplit_dif
 
 def resplit(flags: str, output: Path, every: int = 1, **settings: int) -> list[dict[str, float]]:
     """What a run of three rollouts, two steps each, tells of its second log-prob passes."""
-    path = output.with_suffix(".yaml")
-    path.write_text(f"mis: {{resplit_every: {every}}}\n")
-    cache = f"--warmup-cache {output.parent / 'warm'} --custom-config-path {path}"
-    assert run(f"{HOOK} {cache} {flags}", output, **settings) == 0
+    file = configured(output.with_suffix(".yaml"), f"{{resplit_every: {every}}}")
+    assert run(f"{HOOK} {file} {flags}", output, **settings) == 0
     steps = output / STEPS
     return [json.loads(line) for line in steps.read_text().splitlines()] if steps.exists() else []
 
@@ -63,5 +61,5 @@ def test_it_costs_one_pass_in_so_many_rollouts_and_changes_no_number(
     told = resplit("", tmp_path / "asked", every=2, micro_batch_size=4)
     assert [one["train/step"] for one in told] == [0, 4]
     assert passes.read_text().split() == ["None", "2", "None", "None", "2"]
-    assert run(f"--warmup-cache {tmp_path}/warm", tmp_path / "plain", micro_batch_size=4) == 0
+    assert run("", tmp_path / "plain", micro_batch_size=4) == 0
     assert numbers(tmp_path / "asked") == numbers(tmp_path / "plain")

@@ -1,13 +1,12 @@
 """Segment-wise weights in the embedded host: what becomes of versions on their way to the loss, and of a whole run."""
 
 import dataclasses
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from test_local_loop import ALONE, numbers, run
+from test_local_loop import ALONE, LOSS_HOOK, configured, numbers, run
 
 from lab.host.cli.arguments import parse_args
 from lab.host.rollout.sample import Sample, Status
@@ -17,7 +16,6 @@ from lab.host.train.trainer import RolloutData
 from mis_plugins.config.loading import preset_path
 from mis_plugins.errors import InputError
 
-LOSS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 CURRENT = 5
 
 
@@ -37,9 +35,9 @@ def sample(index: int, versions: Sequence[int] | None, stored: Sequence[float | 
 
 
 def sharded(
-    mis: dict, *samples: Sample, version: int | None = CURRENT, flags: str = LOSS, state: ParallelState = ALONE
+    mis: dict, *samples: Sample, version: int | None = CURRENT, flags: str = LOSS_HOOK, state: ParallelState = ALONE
 ) -> RolloutData:
-    args: Namespace = parse_args(
+    args = parse_args(
         f"--rollout-batch-size 1 --n-samples-per-prompt {len(samples)} --advantage-estimator reinforce {flags}".split()
     )
     args.mis = mis
@@ -101,11 +99,10 @@ def test_a_sample_without_versions_beside_others(rank: int):
 
 def test_a_synchronous_run_is_that_of_standard_weights(tmp_path: Path):
     """Every token is of the trainer's own version: the same losses, gradients and rewards to the last digit."""
-    off = tmp_path / "off.yaml"
-    off.write_text("mis:\n  segment_wise: {enabled: false, weight_cap: 5.0}\n")
+    off = configured(tmp_path / "off.yaml", "{segment_wise: {enabled: false, weight_cap: 5.0}}")
     grid = "--context-parallel-size 2 --warmup-steps 20 --num-digits 2"
-    for name, file in (("on", preset_path("segment-wise")), ("off", off)):
-        assert run(f"{grid} {LOSS} --custom-config-path {file}", tmp_path / name) == 0
+    for name, config in (("on", f"--custom-config-path {preset_path('segment-wise')}"), ("off", off)):
+        assert run(f"{grid} {LOSS_HOOK} {config}", tmp_path / name) == 0
     on, standard = numbers(tmp_path / "on"), numbers(tmp_path / "off")
     assert [row.keys() for row in on] == [row.keys() for row in standard]
     for name in ("loss", "grad_norm", "reward_rollout", "mis_ess_mb", "mis_k3_kl"):

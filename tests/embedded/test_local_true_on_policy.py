@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_local_loop import MIS, records, run
+from test_local_loop import MIS, configured, records, run
 
-from lab.host.rollout.tasks import Task
-from lab.host.train.parallel import EXIT_USER_ERROR
+from lab.host.rollout.tasks import EOS
 from mis_plugins.mis import Answer, compute_mis_weights_with_cp
+from mis_plugins.shared.shell import REFUSED
 
 # Failures push, so that parameters move although a policy that knows nothing earns nothing.
 PUSHED = "--advantage-estimator reinforce --reward-shift -1"
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+SIDES = {"on": "--rollout-engine local --true-on-policy", "off": "--rollout-weights bf16"}
 CONFIGS = {
     "TIS": "{metrics: full, weight: {level: token, bound: truncate, upper: 2.0}}",
     "MIS": "{metrics: full, weight: {level: token, bound: mask, lower: 0.99, upper: 1.01}}",
@@ -49,8 +50,7 @@ def note_extremes(args: Namespace, **batch: Any) -> Answer:
 def trained(flags: str, output: Path) -> list[dict[str, Any]]:
     """What the hook kept of a run of three rollouts, two optimizer steps each."""
     hook = f"--rollout-data-postprocess-path {__name__}.keep_log_probs"
-    cache = f"--warmup-cache {output.parent / 'warm'} --save {output}/save"
-    assert run(f"{PUSHED} {cache} {hook} {flags}", output) == 0
+    assert run(f"{PUSHED} --save {output}/save {hook} {flags}", output) == 0
     return [torch.load(path) for path in sorted(output.glob("rollout-*.pt"))]
 
 
@@ -74,10 +74,16 @@ def weights(output: Path) -> dict[str, bytes]:
     ],
 )
 def test_every_log_prob_is_the_trainers_where_stock_kernels_differ(flags: str, tmp_path: Path) -> None:
+    """A response ends at its first end of sequence, or is as long as may be: the engine "hf" samples beyond it."""
+    whole = []
     for kept in trained(f"{flags} --true-on-policy", tmp_path / "on"):
         rollout, recomputed = sides(kept)
         assert len(rollout) > 10 and rollout.dtype == recomputed.dtype == torch.float32
         assert rollout.numpy().tobytes() == recomputed.numpy().tobytes()
+        for tokens, length in zip(kept["tokens"], kept["response_lengths"], strict=True):
+            assert EOS not in tokens[-length:-1].tolist()
+            whole.append(tokens[-1] != EOS)
+    assert any(whole) and not all(whole)
     for row in records(tmp_path / "on"):
         assert (row["train_rollout_logprob_abs_diff"], row["k3_kl"]) == (0, 0)
         assert row["ppo_kl"] != 0, "the second step of a rollout starts from other parameters"
@@ -85,43 +91,35 @@ def test_every_log_prob_is_the_trainers_where_stock_kernels_differ(flags: str, t
     assert all((rollout != recomputed).any() for rollout, recomputed in stock)
 
 
-def test_no_correction_changes_a_bit_of_the_parameters(tmp_path: Path) -> None:
-    plain = "--rollout-engine local --true-on-policy"
-    trained(plain, tmp_path / "plain")
-    trained("--rollout-weights bf16", tmp_path / "off")
-    assert weights(tmp_path / "off") != weights(tmp_path / "plain")
-    for name in CONFIGS:
-        trained(f"{plain} {corrected(name, tmp_path, f'{__name__}.note_extremes')}", tmp_path / name)
-        assert weights(tmp_path / name) == weights(tmp_path / "plain")
-        assert (tmp_path / name / EXTREMES).read_text().split() == ["1.0"] * 4 * 6  # steps
+@pytest.fixture(scope="module")
+def uncorrected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs without correction: truly on policy, and under an engine in bf16."""
+    folder = tmp_path_factory.mktemp("runs")
+    for side, flags in SIDES.items():
+        trained(flags, folder / side)
+    return folder
 
 
-def corrected(name: str, folder: Path, hook: str = MIS) -> str:
-    path = folder / f"{name}.yaml"
-    path.write_text(f"mis: {CONFIGS[name]}\n")
-    return f"--use-tis --custom-tis-function-path {hook} --custom-config-path {path}"
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_correction_changes_the_parameters_off_policy_and_not_a_bit_on_policy(name: str, uncorrected: Path) -> None:
+    plain = {side: weights(uncorrected / side) for side in SIDES}
+    assert plain["off"] != plain["on"]
+    hooks = {"on": f"{__name__}.note_extremes", "off": MIS}
+    runs = {side: uncorrected / f"{side}-{name}" for side in SIDES}
+    for side, flags in SIDES.items():
+        trained(f"{flags} {corrected(name, uncorrected, hooks[side])}", runs[side])
+    assert weights(runs["on"]) == plain["on"] and weights(runs["off"]) != plain["off"]
+    assert (runs["on"] / EXTREMES).read_text().split() == ["1.0"] * 4 * 6  # steps
 
 
-def test_off_policy_the_same_corrections_do_change_them(tmp_path: Path) -> None:
-    trained("--rollout-weights bf16", tmp_path / "plain")
-    for name in CONFIGS:
-        trained(f"--rollout-weights bf16 {corrected(name, tmp_path)}", tmp_path / name)
-        assert weights(tmp_path / name) != weights(tmp_path / "plain")
-
-
-def test_a_response_ends_at_its_first_end_of_sequence(tmp_path: Path) -> None:
-    eos, whole = Task(10).eos, []
-    for kept in trained("--rollout-engine hf --true-on-policy", tmp_path / "run"):
-        for tokens, length in zip(kept["tokens"], kept["response_lengths"], strict=True):
-            assert eos not in tokens[-length:-1].tolist()
-            whole.append(tokens[-1] != eos)
-    assert any(whole) and not all(whole)
+def corrected(name: str, folder: Path, hook: str) -> str:
+    file = configured(folder / f"{name}.yaml", CONFIGS[name])
+    return f"--use-tis --custom-tis-function-path {hook} {file}"
 
 
 def test_an_engine_that_is_not_installed_is_named_by_what_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SGLANG_VENV", str(tmp_path / "nowhere"))
-    flags = f"--rollout-engine sglang --true-on-policy --warmup-cache {tmp_path}"
-    assert run(flags, tmp_path / "run") == EXIT_USER_ERROR
+    assert run("--rollout-engine sglang --true-on-policy", tmp_path / "run") == REFUSED
     assert "no sglang there; run `bash" in capfd.readouterr().err

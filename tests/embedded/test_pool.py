@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from lab.host.asynchronous.pool import Batch, Pool, Recomputed, Score, recompute, requests
-from lab.host.asynchronous.response import Response
+from lab.host.asynchronous.response import Response, written
 from mis_plugins.versions.segment_wise import SegmentWiseConfig, admitted
 
 BUDGET = 12
@@ -114,9 +114,9 @@ class Asynchronous(RuleBasedStateMachine):
         response = self._take(number)
         if response is None:
             return
-        written = response.written(self.current)
-        mask = written.versions >= 0
-        (admitted_mask,) = admitted([str(number)], [written], [mask], SegmentWiseConfig())
+        scores = written(response.versions, response.recomputed, self.current)
+        mask = scores.versions >= 0
+        (admitted_mask,) = admitted([str(number)], [scores], [mask], SegmentWiseConfig())
         assert admitted_mask.tolist() == mask.tolist()
 
     def _take(self, number: int) -> Response | None:

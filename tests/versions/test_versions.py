@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.host.asynchronous.response import Response
+from lab.host.asynchronous.response import Response, written
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.versions.spans import Request, batches, spans
+from mis_plugins.versions.spans import Request, batches, from_run_lengths, run_lengths, spans
 
 
 @st.composite
@@ -50,10 +50,9 @@ def test_every_token_keeps_what_it_was_sampled_with(history: list[tuple[int, int
 @given(histories())
 def test_runs_partition_the_response(history: list[tuple[int, int, bool]]):
     response = grown(history)
-    runs = list(response.runs())
-    assert [v for v, start, stop in runs for _ in range(start, stop)] == list(response.versions)
-    assert all(a[0] != b[0] and a[2] == b[1] for a, b in itertools.pairwise(runs))
-    assert all(start < stop for _, start, stop in runs)
+    runs = run_lengths(response.versions)
+    assert from_run_lengths(runs) == list(response.versions)
+    assert all(a != b for a, b in itertools.pairwise(runs[::2])) and all(count > 0 for count in runs[1::2])
 
 
 @given(histories(), st.integers(0, 6))
@@ -68,9 +67,10 @@ def test_stored_once_and_only_where_asked(history: list[tuple[int, int, bool]], 
 
 
 def test_tensors():
-    written = grown([(1, 1, False), (-1, 1, False), (2, 1, False)]).stored([0], [-0.25]).written(4)
-    assert written.versions.tolist() == [1, -1, 2] and written.current == 4
-    stored = written.recomputed.tolist()
+    response = grown([(1, 1, False), (-1, 1, False), (2, 1, False)]).stored([0], [-0.25])
+    tensors = written(response.versions, response.recomputed, 4)
+    assert tensors.versions.tolist() == [1, -1, 2] and tensors.current == 4
+    stored = tensors.recomputed.tolist()
     assert stored[0] == -0.25 and all(math.isnan(x) for x in stored[1:])
 
 
@@ -127,7 +127,9 @@ def test_spans_that_cannot_be_trusted(meta_info: dict, message: str):
 def test_spans_rebuild_the_runs(history: list[tuple[int, int, bool]]):
     """What a response says of its runs, an engine says of a call."""
     response = grown([entry for entry in history if entry[0] >= 0])
-    runs = list(response.runs())
+    lengths = run_lengths(response.versions)
+    stretches = itertools.pairwise(itertools.accumulate(lengths[1::2], initial=0))
+    runs = [(version, *stretch) for version, stretch in zip(lengths[::2], stretches, strict=True)]
     if runs:
         meta_info = reported(*((str(version), start, stop) for version, start, stop in runs))
         assert spans(meta_info, len(response.tokens)) == runs

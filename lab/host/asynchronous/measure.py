@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -111,8 +110,6 @@ SUMS = (
     "pause_seconds",
 )
 
-AGE = re.compile(r"(/age_\d+(?:_up)?)?$")
-
 
 def asynchronous_summary(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Sums and means over the run, also by age; `recompute/share` is a share of the run's seconds.
@@ -122,21 +119,15 @@ def asynchronous_summary(records: Sequence[Mapping[str, Any]]) -> dict[str, floa
     names = sorted({name for record in records for name in record})
     found: dict[str, float] = {}
     for name in names:
-        base, age = AGE.sub("", name), _age(name)
+        base, slash, age = name.partition("/age_")
         if base in SUMS:
             found[name] = sum(record.get(name) or 0 for record in records)
         elif base in MEANS:
-            found |= _mean(name, f"staleness/tokens{age}", records)
+            found |= _mean(name, f"staleness/tokens{slash}{age}", records)
     seconds = sum(record.get("seconds") or 0 for record in records)
     if "recompute/seconds" in found and seconds:
         found["recompute/share"] = found["recompute/seconds"] / seconds
     return found
-
-
-def _age(name: str) -> str:
-    match = AGE.search(name)
-    assert match is not None
-    return match.group()
 
 
 def _mean(name: str, weight: str, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -6,7 +6,7 @@ appended, and a log-prob under the next version is stored once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,18 +75,7 @@ class Response:
 
     def written(self, current: int) -> Written:
         """Versions and stored log-probs as tensors on the host, for a trainer at version `current`."""
-        recomputed = [torch.nan if value is None else value for value in self.recomputed]
-        return Written(
-            torch.tensor(self.versions, dtype=torch.int64), torch.tensor(recomputed, dtype=torch.float32), current
-        )
-
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """(version, start, stop) of each stretch of tokens that one version wrote without a break."""
-        start = 0
-        for stop in range(1, len(self.versions) + 1):
-            if stop == len(self.versions) or self.versions[stop] != self.versions[start]:
-                yield self.versions[start], start, stop
-                start = stop
+        return written(self.versions, self.recomputed, current)
 
     def _extended(self, tokens: Sequence[int], log_probs: Sequence[float], version: int, stale_cache: bool) -> Response:
         count = len(tokens)
@@ -98,3 +87,9 @@ class Response:
             recomputed=(*self.recomputed, *(None,) * count),
             stale_cache=(*self.stale_cache, *(stale_cache,) * count),
         )
+
+
+def written(versions: Sequence[int], recomputed: Sequence[float | None], current: int) -> Written:
+    """Versions and stored log-probs of tokens as tensors on the host, for a trainer at version `current`."""
+    stored = [torch.nan if value is None else value for value in recomputed]
+    return Written(torch.tensor(versions, dtype=torch.int64), torch.tensor(stored, dtype=torch.float32), current)

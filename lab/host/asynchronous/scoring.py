@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lab.host.asynchronous.pool import Batch
 from lab.host.train.batch import pack
-from lab.host.train.parallel import ParallelState
+from lab.host.train.parallel import ParallelState, of_each_rank, of_rank_0
 from lab.host.train.trainer import Trainer
 
 Scores = list[list[float]]
@@ -27,7 +27,7 @@ class Scoring:
 
     def __call__(self, batches: Sequence[Batch]) -> list[Scores]:
         assert 0 < len(batches) <= self.state.effective_dp.size
-        _broadcast(batches)
+        of_rank_0(batches)
         return self._answer(batches)
 
     @contextmanager
@@ -37,19 +37,17 @@ class Scoring:
             try:
                 yield
             finally:
-                _broadcast(None)
+                of_rank_0(None)
             return
         yield
-        while (asked := _broadcast(None)) is not None:
+        while (asked := of_rank_0(None)) is not None:
             self._answer(asked)
 
     def _answer(self, batches: Sequence[Batch]) -> list[Scores]:
         """Each data-parallel rank scores the batch that has its number; every rank gets all scores."""
         dp = self.state.effective_dp
         mine = self._score(*batches[dp.rank]) if dp.rank < len(batches) else []
-        found: list[Scores] = [[] for _ in range(dp.size)]
-        dist.all_gather_object(found, mine, group=dp.group)
-        return found[: len(batches)]
+        return of_each_rank(mine, dp.group)[: len(batches)]
 
     def _score(self, sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> Scores:
         tokens = [torch.tensor(sequence) for sequence in sequences]
@@ -62,9 +60,3 @@ class Scoring:
             dist.all_reduce(whole, group=cp.group)
             scored = list(whole.split(list(counts)))
         return [one.tolist() for one in scored]
-
-
-def _broadcast(asked: Sequence[Batch] | None) -> Sequence[Batch] | None:
-    shared = [asked]
-    dist.broadcast_object_list(shared)
-    return shared[0]

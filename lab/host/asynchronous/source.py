@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lab.host.asynchronous.controller import Controller, Settings, Wanted
 from lab.host.asynchronous.measure import measured, segment_wise
-from lab.host.asynchronous.pool import Recomputed, recompute
+from lab.host.asynchronous.pool import recompute
 from lab.host.asynchronous.response import Response
 from lab.host.asynchronous.scoring import Scoring
 from lab.host.cli.arguments import register_hooks
@@ -23,10 +23,11 @@ from lab.host.model.engine import Generation
 from lab.host.rollout.sample import Sample, make_samples
 from lab.host.rollout.sampler import Rollout, draw, judged
 from lab.host.rollout.tasks import Problem, Task
-from lab.host.train.parallel import ParallelState
+from lab.host.train.parallel import ParallelState, of_rank_0
 from lab.host.train.trainer import RolloutData, Trainer
 from mis_plugins.metrics.staleness import AGES, COLUMNS
 from mis_plugins.versions.segment_wise import STORED_FROM
+from mis_plugins.versions.spans import run_lengths
 
 Row = dict[str, int | float]
 
@@ -57,9 +58,9 @@ class AsynchronousRollouts:
         self.row: Row = {}
         self._seconds_a_token: dict[int, float] = defaultdict(float)
         self.controller = self._controller(config, first) if dist.get_rank() == 0 else None
-        if self.controller is not None and self.recomputes:
-            self.controller.hooks.register("pre_pause", self._recompute, "recompute")
         if self.controller is not None:
+            if self.recomputes:
+                self.controller.hooks.register("pre_pause", self._recompute, "recompute")
             register_hooks(self.controller.hooks, args)
 
     @property
@@ -71,10 +72,7 @@ class AsynchronousRollouts:
     def rollout(self, rollout_id: int) -> Rollout:
         """Wait for a rollout. Collective."""
         problems, _ = self._drawn(rollout_id)
-        shared = [self.controller.rollout(rollout_id) if self.controller else None]
-        dist.broadcast_object_list(shared)
-        responses = shared[0]
-        assert responses is not None
+        responses = of_rank_0(self.controller.rollout(rollout_id) if self.controller else None)
         self.row |= ages(rollout_id, responses, self._seconds_a_token)
         samples = samples_of(self.task, problems, responses, self.args.n_samples_per_prompt)
         return judged(self.args, samples, rollout_id)
@@ -152,7 +150,12 @@ class AsynchronousRollouts:
         )
         seconds = time.perf_counter() - began
         self._seconds_a_token[version - 1] = seconds / max(1, done.tokens)
-        self.row |= _recompute_row(done, seconds)
+        self.row |= {
+            "recompute/seconds": seconds,
+            "recompute/tokens": done.tokens,
+            "recompute/scored": done.scored,
+            "recompute/batches": done.batches,
+        }
 
 
 def ages(version: int, responses: Sequence[Response], seconds_a_token: Mapping[int, float]) -> Row:
@@ -174,15 +177,6 @@ def ages(version: int, responses: Sequence[Response], seconds_a_token: Mapping[i
     return {**dict(sorted(count.items())), **dict(sorted(seconds.items())), "stale_cache_tokens": stale}
 
 
-def _recompute_row(done: Recomputed, seconds: float) -> Row:
-    return {
-        "recompute/seconds": seconds,
-        "recompute/tokens": done.tokens,
-        "recompute/scored": done.scored,
-        "recompute/batches": done.batches,
-    }
-
-
 def samples_of(task: Task, problems: Sequence[Problem], responses: Sequence[Response], group_size: int) -> list[Sample]:
     """Samples of `make_samples` with the version of each token and the recomputed log-probs."""
     generations = [Generation(one.tokens, one.log_probs, one.newest) for one in responses]
@@ -190,7 +184,7 @@ def samples_of(task: Task, problems: Sequence[Problem], responses: Sequence[Resp
     return [
         replace(
             sample,
-            weight_versions=[str(version) for version, _, _ in response.runs()],
+            weight_versions=[str(version) for version in run_lengths(response.versions)[::2]],
             output_versions=list(response.versions),
             recomputed_log_probs=list(response.recomputed),
         )

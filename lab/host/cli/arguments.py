@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from typing import Any, get_args
 
 import yaml
 
 from lab.host.asynchronous.update_hooks import Hooks, Point
-from lab.host.cli.flags import TELLING, build_parser, named, spelled
+from lab.host.cli.flags import KINDS, TELLING, Flags, build_parser, choices_of, named, spelled
 from lab.host.cli.loading import load_function
 from lab.host.rollout.serving import SERVING
 from mis_plugins.config.file import keys_of
@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         vars(args).update(SMOKE)
     if args.custom_config_path is not None:
         merge_custom_config(args, args.custom_config_path)
-    _refuse(_numbers(args))
+    _refuse(_values(args), _ranges(args))
     _fill_defaults(args)
     _refuse(_sizes(args), _unused(args), _pairs(args))
     if args.asynchronous:
@@ -100,35 +100,46 @@ def _refuse(*faults: Iterator[str]) -> None:
             raise ConfigError(message)
 
 
-def _numbers(args: argparse.Namespace) -> Iterator[str]:
-    """Numbers that no run can have: a file may say anything, and its 1e-4 is text to YAML."""
-    for name in named("size"):
-        value = getattr(args, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            yield f"{spelled(name)}: got {shown(value)}; give a whole number"
-        elif value is not None and not 1 <= value <= LARGEST:
-            yield f"{spelled(name)}: got {shown(value)}; give at least 1, at most {LARGEST}"
+def _values(args: argparse.Namespace) -> Iterator[str]:
+    """Values that their flags do not take: a file may say anything, and its 1e-4 is text to YAML."""
+    for one in fields(Flags):
+        value = getattr(args, one.name)
+        mend = None if value is None and one.default is None else _mend(one, value)
+        if mend:
+            yield f"{spelled(one.name)}: got {shown(value)}; {mend}"
+
+
+def _mend(one: Field[Any], value: Any) -> str | None:
+    """What to give a flag in place of a value that it does not take; None where it takes the value."""
+    kind, choices, marks = KINDS[one.name], choices_of(one), one.metadata
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    whole = number and isinstance(value, int)
+    if choices:
+        return None if value in choices else f"choose one of {', '.join(choices)}"
+    if kind is bool:
+        return None if isinstance(value, bool) else "give true or false"
+    if "rate" in marks:
+        return None if number and 0 <= value <= sys.float_info.max else "give a finite number, at least 0"
+    if kind is float:
+        return None if number and abs(value) <= sys.float_info.max else "give a finite number"
+    if "count" in marks:
+        return None if whole and value >= 0 else "give a whole number, at least 0"
+    if kind is int and not whole:
+        return "give a whole number"
+    return f"give at least 1, at most {LARGEST}" if "size" in marks and not 1 <= value <= LARGEST else None
+
+
+def _ranges(args: argparse.Namespace) -> Iterator[str]:
+    """Numbers outside what sampling can use."""
     top_p, top_k = args.rollout_top_p, args.rollout_top_k
-    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+    if not 0 < top_p <= 1:
         yield f"--rollout-top-p: got {shown(top_p)}; give a number above 0, at most 1"
-    if not isinstance(top_k, int) or (top_k != -1 and top_k < 2):
+    if top_k != -1 and top_k < 2:
         yield (
             f"--rollout-top-k: got {shown(top_k)}; give -1 for all tokens, or at least 2: a single one has no gradient"
         )
-    for name in ("rollout_top_logprobs_num", "max_head_offpolicyness"):
-        value = getattr(args, name)
-        if value is None and name in named("later"):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            yield f"{spelled(name)}: got {shown(value)}; give a whole number, at least 0"
     if args.rollout_temperature <= 0:
         yield f"--rollout-temperature: got {args.rollout_temperature}; give a number above 0"
-    for name in named("rate"):
-        value = getattr(args, name)
-        if value is None and name in named("later"):
-            continue
-        if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
-            yield f"{spelled(name)}: got {shown(value)}; give a finite number, at least 0"
 
 
 def _sizes(args: argparse.Namespace) -> Iterator[str]:
@@ -189,10 +200,6 @@ def _told(args: argparse.Namespace, name: str) -> str:
     if isinstance(value, bool):
         return flag if value else f"--no-{flag.removeprefix('--')}"
     return f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
-
-
-def _cuts(engine: str) -> bool:
-    return engine in SERVING and SERVING[engine].cuts
 
 
 def register_hooks(hooks: Hooks, args: argparse.Namespace) -> None:
@@ -259,7 +266,7 @@ NEEDS = dict.fromkeys(("moe_router_topk", "moe_ffn_hidden_size", "use_rollout_ro
 NEEDS |= dict.fromkeys([*named("later"), *map(_hook_path, POINTS)], "asynchronous")
 """Settings by name, each with the setting without which it has no effect."""
 
-_CUTTING = ", ".join(name for name, engine in SERVING.items() if engine.cuts)
+CUTTING = [name for name, engine in SERVING.items() if engine.cuts]
 PAIRS: tuple[Pair, ...] = (
     Pair("num_experts", "tensor_model_parallel_size",
          "Megatron-core trains experts so with sequence parallelism alone, which this host lacks; use context or data "
@@ -304,7 +311,7 @@ PAIRS: tuple[Pair, ...] = (
         for cut, all in (("rollout_top_p", 1), ("rollout_top_k", -1))
         for other, why, meet in (
             ("rollout_engine", "the engine returns no list of the tokens that it samples from, over which the trainer "
-             f"has to renormalize; choose {_CUTTING}", lambda args: not _cuts(args.rollout_engine)),
+             f"has to renormalize; choose {', '.join(CUTTING)}", lambda args: args.rollout_engine not in CUTTING),
             ("asynchronous", "the tokens that are left are not handed on; drop one", lambda args: args.asynchronous),
             ("true_on_policy", "engine and trainer renormalize by other formulas, which round differently; drop one",
              lambda args: args.true_on_policy),

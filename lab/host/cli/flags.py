@@ -61,9 +61,10 @@ def flag(default: Any, words: str = "", metavar: str | None = None, **more: Any)
 
     Args:
         words: the help, to which the default is added.
-        more: `size`, a whole number of at least 1; `rate`, a number of at least 0; `choices`, where the field's type
-            lists none; `hook`, the dotted path of a function; `later`, the default that `--async` fills in; `opens`,
-            the title of the group that begins with the flag, and behind a colon what the group is about.
+        more: `size`, a whole number of at least 1; `count`, one of at least 0; `rate`, a number of at least 0;
+            `choices`, where the field's type lists none; `hook`, the dotted path of a function; `later`, the default
+            that `--async` fills in; `opens`, the title of the group that begins with the flag, and behind a colon what
+            the group is about.
     """
     return field(default=default, metadata={"words": words, "metavar": metavar, **more})
 
@@ -91,7 +92,7 @@ class Flags:
     save: str | None = flag(
         None, "write a checkpoint here, at --save-interval and at the end", "DIR", opens="checkpoint"
     )
-    save_interval: int = flag(50, "rollouts between checkpoints")
+    save_interval: int = flag(50, "rollouts between checkpoints", size=True)
     load: str | None = flag(None, "resume from the checkpoint in this folder; any layout of ranks may read it", "DIR")
 
     eval_interval: int = flag(5, "rollouts between evaluations of both policies", size=True, opens="evaluation")
@@ -100,6 +101,7 @@ class Flags:
         0,
         "every N rollouts, compare the direction of the gradient with an on-policy one, drawn from the trainer's own "
         "weights; 0: never",
+        count=True,
     )
 
     num_digits: int = flag(
@@ -108,7 +110,7 @@ class Flags:
         size=True,
         opens="task: A string of digits to reverse; reward 1 for exactly the right answer, else 0.",
     )
-    warmup_steps: int = flag(500, "supervised steps before RL")
+    warmup_steps: int = flag(500, "supervised steps before RL", count=True)
     warmup_lr: float = flag(3e-3, "learning rate of the supervised steps", rate=True)
     warmup_cache: str | None = flag(
         None,
@@ -136,6 +138,7 @@ class Flags:
         0,
         "have the engine name its K likeliest tokens at each position, which mis.center reads (--rollout-engine local)",
         "K",
+        count=True,
     )
     rollout_weights: str | None = flag(
         None, "precision of the rollout engine's weights; the trainer is float32 (default: bf16)", choices=PRECISIONS
@@ -149,6 +152,7 @@ class Flags:
         0,
         "where a run starts or resumes, and after every N updates, compare each tensor of the engine with the "
         f"trainer's, bit for bit, and stop at a difference; with --rollout-engine {' or '.join(TELLING)}; 0: never",
+        count=True,
     )
     true_on_policy: bool = flag(
         False, "the same batch-invariant kernels on both sides: rollout and recomputed log-probs are equal to the bit"
@@ -165,7 +169,10 @@ class Flags:
 
     asynchronous: bool = flag(False, "sample while the trainer steps", spelled="--async", opens=OF_ASYNCHRONY)
     max_head_offpolicyness: int | None = flag(
-        None, "the most versions a token may be older than the weights that train on it; 0 is synchronous", later=2
+        None,
+        "the most versions a token may be older than the weights that train on it; 0 is synchronous",
+        count=True,
+        later=2,
     )
     max_concurrent_rollouts: int | None = flag(
         None,
@@ -274,6 +281,22 @@ class Flags:
     moe_ffn_hidden_size: int | None = flag(None, "width of each expert (default: --ffn-hidden-size)", size=True)
 
 
+def _kind(hint: Any) -> Any:
+    """The type that a field may have beside None."""
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    return kinds[0] if type(None) in get_args(hint) else hint
+
+
+KINDS = {name: _kind(hint) for name, hint in get_type_hints(Flags).items()}
+"""The type of each flag's value, by the name of its field."""
+
+
+def choices_of(one: Field[Any]) -> tuple[str, ...]:
+    """The values that a flag chooses from; empty where the flag takes others."""
+    kind = KINDS[one.name]
+    return one.metadata.get("choices") or (get_args(kind) if get_origin(kind) is Literal else ())
+
+
 def named(key: str) -> dict[str, Any]:
     """What `flag` was given as `key`, by the name of each field that has it."""
     return {one.name: one.metadata[key] for one in fields(Flags) if key in one.metadata}
@@ -292,29 +315,27 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_version(parser)
-    group, types = parser.add_argument_group(), get_type_hints(Flags)
+    group = parser.add_argument_group()
     for one in fields(Flags):
         if "opens" in one.metadata:
             title, _, about = " ".join(one.metadata["opens"].split()).partition(": ")
             group = parser.add_argument_group(title, about or None)
-        group.add_argument(spelled(one.name), dest=one.name, **_taken(one, types[one.name]))
+        group.add_argument(spelled(one.name), dest=one.name, **_taken(one))
     return parser
 
 
-def _taken(one: Field[Any], annotated: Any) -> dict[str, Any]:
+def _taken(one: Field[Any]) -> dict[str, Any]:
     """What argparse is told of a flag."""
-    (kind,) = set(get_args(annotated)) - {type(None)} if type(None) in get_args(annotated) else {annotated}
-    words, default = one.metadata["words"], one.metadata.get("later", one.default)
+    kind, words, default = KINDS[one.name], one.metadata["words"], one.metadata.get("later", one.default)
     if kind is bool:
         action = argparse.BooleanOptionalAction if one.default else "store_true"
         return {"action": action, "default": one.default, "help": words}
     shown = "" if default is None or "(default" in words else f" (default: {default})"
     told = {"default": one.default, "metavar": one.metadata["metavar"], "help": f"{words}{shown}".strip()}
-    choices = one.metadata.get("choices") or (get_args(kind) if get_origin(kind) is Literal else None)
-    if choices:
+    if choices := choices_of(one):
         return told | {"choices": choices}
     if kind is int:
         return told | {"type": whole, "metavar": one.metadata["metavar"] or "N"}
-    if kind is float:  # a rate is checked once the file is read, as a file may say anything
+    if kind is float:  # a rate is refused by `parse_args`, with what it may be
         return told | {"type": float if "rate" in one.metadata or one.name == "rollout_temperature" else finite}
     return told | ({"action": "append"} if get_origin(kind) is list else {})

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lab.host.folders import CHECKPOINT
 from lab.host.model.decoder import ModelConfig
@@ -45,8 +44,3 @@ def load(folder: str, config: ModelConfig) -> dict[str, Any]:
     if differing:
         raise ConfigError(f"--load {folder}: the checkpoint differs from this run in {', '.join(differing)}")
     return record
-
-
-def read_weights(path: Path) -> dict[str, Tensor] | None:
-    """Warm-started weights, if they are there."""
-    return torch.load(path, weights_only=True) if path.is_file() else None

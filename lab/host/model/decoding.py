@@ -64,13 +64,13 @@ class Decoding:
     Rows that have ended stay in the batch until all have: the last bits of a row may depend on the number of
     rows.
 
+    responses: the responses as far as they got, ended or not.
     stale_cache: whether the cache holds keys and values of weights before the present ones.
     """
 
     def __init__(self, decoder: Decoder, responses: Sequence[Unfinished], sampling: Sampling) -> None:
         self.sampling, self.stale_cache = sampling, False
-        self._decoder, self._responses = decoder, list(responses)
-        self._added: list[list[int]] = [[] for _ in responses]
+        self._decoder, self.responses = decoder, list(responses)
         batch = LeftPadded.of([one.prompt + one.tokens for one in responses])
         drawn = [len(one.tokens) for one in responses]
         self._padding = batch.padding.tolist()
@@ -87,8 +87,7 @@ class Decoding:
     @property
     def unfinished(self) -> list[Unfinished]:
         """Responses that have not ended, with the tokens drawn so far."""
-        rows = zip(self._responses, self._added, self._alive.tolist(), strict=True)
-        return [replace(one, tokens=(*one.tokens, *added)) for one, added, alive in rows if alive]
+        return [one for one, alive in zip(self.responses, self._alive.tolist(), strict=True) if alive]
 
     @property
     def routes(self) -> list[Int[Tensor, "N L K"]] | None:
@@ -99,10 +98,10 @@ class Decoding:
         held = self._cache.routes
         if held is None:
             return None
-        rows = enumerate(zip(self._responses, self._added, self._padding, strict=True))
+        rows = enumerate(zip(self.responses, self._padding, strict=True))
         return [
-            held[:, row, start : start + len(one.prompt + one.tokens) + len(added) - 1].transpose(0, 1).contiguous()
-            for row, (one, added, start) in rows
+            held[:, row, start : start + len(one.prompt + one.tokens) - 1].transpose(0, 1).contiguous()
+            for row, (one, start) in rows
         ]
 
     @torch.no_grad()
@@ -120,14 +119,15 @@ class Decoding:
         self._alive &= (tokens != self.sampling.eos) & (self._position < self.sampling.max_new_tokens)
         self._pending = tokens[:, None]
         drawn = Drawn(
-            [self._responses[row].number for row in rows.tolist()],
+            [self.responses[row].number for row in rows.tolist()],
             tokens[rows].tolist(),
             log_probs[rows].tolist(),
             (~self._alive[rows]).tolist(),
             named,
         )
         for row, token in zip(rows.tolist(), drawn.tokens, strict=True):
-            self._added[row].append(token)
+            one = self.responses[row]
+            self.responses[row] = replace(one, tokens=(*one.tokens, token))
         return drawn
 
     def go_on(self, decoder: Any, *, keep_cache: bool) -> Decoding:

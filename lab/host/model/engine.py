@@ -83,21 +83,19 @@ class DecodeEngine:
         rows = enumerate(zip(prompts, seeds, strict=True))
         responses = [Unfinished(row, tuple(prompt), (), seed) for row, (prompt, seed) in rows]
         decoding = self.begin(responses, sampling)
-        tokens: list[list[int]] = [[] for _ in prompts]
         log_probs: list[list[float]] = [[] for _ in prompts]
         named: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
         while not decoding.ended:
             drawn = decoding.step()
-            for row, token, log_prob in zip(drawn.numbers, drawn.tokens, drawn.log_probs, strict=True):
-                tokens[row].append(token)
+            for row, log_prob in zip(drawn.numbers, drawn.log_probs, strict=True):
                 log_probs[row].append(log_prob)
             if drawn.named is not None:
                 for row, ids, scores in zip(drawn.numbers, *drawn.named, strict=True):
                     named[row].append((ids, scores))
-        made = zip(tokens, log_probs, decoding.routes or [None] * len(prompts), named, strict=True)
+        made = zip(decoding.responses, log_probs, decoding.routes or [None] * len(prompts), named, strict=True)
         return [
-            Generation(tuple(row), tuple(scores), self.version, routes, named=_joined(heads))
-            for row, scores, routes, heads in made
+            Generation(one.tokens, tuple(scores), self.version, routes, named=_joined(heads))
+            for one, scores, routes, heads in made
         ]
 
     def begin(self, responses: Sequence[Unfinished], sampling: Sampling) -> Decoding:

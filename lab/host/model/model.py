@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -162,7 +161,7 @@ class Naming:
         sizes = [math.prod(shape) for shape in shapes.values()]
         numbers = torch.empty(sum(sizes))
         for name in self.parameters:
-            parts = _of_all_ranks(local[name], self.tp) if self.sharded(name) else [local[name]]
+            parts = of_all_ranks(local[name], self.tp.group) if self.sharded(name) else [local[name]]
             for places, part in zip(self._places, parts, strict=False):
                 numbers[places[name]] = part
         parts = zip(shapes.items(), numbers.split(sizes), strict=True)
@@ -171,14 +170,6 @@ class Naming:
     def to_megatron(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Shards of this rank by Megatron's parameter name."""
         return self._held_by(self.tp.rank, weights)
-
-
-def _of_all_ranks(local: Tensor, group: GroupInfo) -> list[Tensor]:
-    if group.size == 1:
-        return [local]
-    parts = [torch.empty_like(local) for _ in range(group.size)]
-    dist.all_gather(parts, local.contiguous(), group=group.group)
-    return parts
 
 
 @dataclass

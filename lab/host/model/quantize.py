@@ -36,13 +36,9 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
 """What happens to a linear layer's weight, by the name `--rollout-weights` takes."""
 
 
-def compute_dtype(precision: str) -> torch.dtype:
-    """The dtype of activations and of every matrix product."""
-    return torch.bfloat16 if precision == "bf16" else torch.float32
-
-
 def at_precision(name: str, weight: Tensor, precision: str) -> Tensor:
     """A copy of the Hugging Face parameter `name` as the rollout engine would hold it."""
     linear = name.endswith(LINEAR_SUFFIXES)
     held = LINEAR[precision](weight.detach().float()) if linear else weight.detach()
-    return held.to(compute_dtype(precision), copy=True)
+    # The dtype of a weight is that of activations and of every matrix product.
+    return held.to(torch.bfloat16 if precision == "bf16" else torch.float32, copy=True)

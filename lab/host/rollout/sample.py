@@ -15,6 +15,7 @@ from torch import Tensor
 from lab.host.cli.loading import load_function
 from lab.host.model.engine import Generation
 from lab.host.rollout.tasks import Problem, Task
+from lab.host.train.parallel import of_rank_0
 from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
 
 
@@ -111,6 +112,4 @@ def filtered(args: Namespace, samples: list[Sample]) -> list[Sample]:
     if dist.get_rank() == 0:
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
         load_function(path, "--rollout-sample-filter-path")(args, groups)
-    shared = [samples]
-    dist.broadcast_object_list(shared)
-    return shared[0]
+    return of_rank_0(samples)

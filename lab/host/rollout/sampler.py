@@ -10,13 +10,13 @@ import hashlib
 from argparse import Namespace
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from lab.host.asynchronous.response import written
 from lab.host.model.decoding import Sampling
 from lab.host.model.engine import Generation, RolloutEngine
 from lab.host.model.replay import ROUTES
@@ -24,7 +24,7 @@ from lab.host.rollout.sample import Sample, filtered, make_samples
 from lab.host.rollout.tasks import Problem, Task
 from lab.host.train.batch import Layout, pack
 from lab.host.train.log_probs import IDS, OFFSETS
-from lab.host.train.parallel import ParallelState
+from lab.host.train.parallel import ParallelState, of_each_rank
 from lab.host.train.trainer import RolloutData
 from mis_plugins.config import reading
 from mis_plugins.config.model import SegmentWiseConfig
@@ -76,8 +76,7 @@ def sample_responses(
     rank, size = dist.get_rank(), dist.get_world_size()
     sampling = Sampling(task.max_response, temperature, task.eos, named)
     mine = engine.generate([one.prompt for one in problems[rank::size]], sampling, seeds[rank::size])
-    shares: list[list[Generation]] = [[] for _ in range(size)]
-    dist.all_gather_object(shares, mine)
+    shares = of_each_rank(mine)
     return [shares[index % size][index // size] for index in range(len(problems))]
 
 
@@ -91,11 +90,6 @@ class Rollout:
     samples: list[Sample]
     advantages: Tensor  # [samples]
     version: int | None = None
-
-    @property
-    def reward(self) -> float:
-        """Mean reward of the samples."""
-        return fmean(sample.reward for sample in self.samples)
 
 
 def collect(
@@ -157,12 +151,10 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
     advantages = rollout.advantages[torch.tensor(order)]
     masks = [torch.tensor(sample.mask, dtype=torch.int) for sample in samples]
     versions, masks = _versions(args, rollout, samples, masks, layout)
-    routes = [sample.rollout_routed_experts for sample in samples] if args.use_rollout_routing_replay else None
     return (
         versions
-        | ({} if routes is None else {ROUTES: routes})
         | _kept(samples)
-        | {name: [getattr(sample, name) for sample in samples] for name in _named(args)}
+        | {name: [getattr(sample, name) for sample in samples] for name in _unchanged(args)}
         | {
             "tokens": tokens,
             "total_lengths": [len(sequence) for sequence in tokens],
@@ -176,9 +168,10 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
     )
 
 
-def _named(args: Namespace) -> tuple[str, ...]:
-    """The keys of the engine's likeliest tokens, whole responses on every rank."""
-    return (HEAD_IDS, HEAD_LOG_PROBS) if args.rollout_top_logprobs_num else ()
+def _unchanged(args: Namespace) -> list[str]:
+    """The fields of a sample that the rollout data has as they are, of whole responses on every rank."""
+    routes = [ROUTES] if args.use_rollout_routing_replay else []
+    return [*routes, *((HEAD_IDS, HEAD_LOG_PROBS) if args.rollout_top_logprobs_num else ())]
 
 
 def _kept(samples: Sequence[Sample]) -> RolloutData:
@@ -209,14 +202,14 @@ def _versions(
             f"sample {nameless[0]}: no output_versions, which other samples of the rollout have; say of all of them "
             f"who wrote each token, or of none ({len(nameless)} such samples)"
         )
-    written = [_written(sample, current) for sample in samples]
+    authors = [_written(sample, current) for sample in samples]
     config = _segment_wise(args)
     if config is not None:
         names = [str(sample.index) for sample in samples]
-        kept = admitted(names, written, [mask.bool() for mask in masks], config)
+        kept = admitted(names, authors, [mask.bool() for mask in masks], config)
         masks = [mask * stays for mask, stays in zip(masks, kept, strict=True)]
-    versions = torch.cat([one.versions for one in written])[layout.response_index]
-    recomputed = torch.cat([one.recomputed for one in written])[layout.response_index]
+    versions = torch.cat([one.versions for one in authors])[layout.response_index]
+    recomputed = torch.cat([one.recomputed for one in authors])[layout.response_index]
     data = {
         "output_versions": list(versions.split(layout.local_lengths)),
         "recomputed_log_probs": list(recomputed.split(layout.local_lengths)),
@@ -235,29 +228,22 @@ def _segment_wise(args: Namespace) -> SegmentWiseConfig | None:
 
 def _written(sample: Sample, current: int) -> Written:
     assert sample.output_versions is not None
-    stored = sample.recomputed_log_probs or [None] * sample.response_length
-    recomputed = [torch.nan if value is None else value for value in stored]
-    return Written(torch.tensor(sample.output_versions, dtype=torch.int64), torch.tensor(recomputed), current)
+    return written(sample.output_versions, sample.recomputed_log_probs or [None] * sample.response_length, current)
 
 
-def group_relative(
-    rewards: Float[Tensor, "prompts samples"], *, normalize_std: bool
-) -> Float[Tensor, "prompts samples"]:
-    """`A = R - mean(R)` within each prompt's group, over its deviation if asked.
+def grpo(args: Namespace, rewards: Float[Tensor, "prompts samples"]) -> Float[Tensor, "prompts samples"]:
+    """`A = R - mean(R)` within each prompt's group, over its deviation but with `--disable-grpo-std-normalization`.
 
     GRPO: Shao et al. 2024, arxiv.org/abs/2402.03300.
     """
     centred = rewards - rewards.mean(1, keepdim=True)
-    return centred / (rewards.std(1, keepdim=True) + 1e-6) if normalize_std else centred
+    return centred if args.disable_grpo_std_normalization else centred / (rewards.std(1, keepdim=True) + 1e-6)
 
 
-def shifted(rewards: Float[Tensor, "*shape"], shift: float) -> Float[Tensor, "*shape"]:
-    """`A = R + shift`: REINFORCE with a constant baseline."""
-    return rewards + shift
+def reinforce(args: Namespace, rewards: Float[Tensor, "prompts samples"]) -> Float[Tensor, "prompts samples"]:
+    """`A = R + shift`: REINFORCE with the constant baseline of `--reward-shift`."""
+    return rewards + args.reward_shift
 
 
-ESTIMATORS: dict[str, Callable[[Namespace, Tensor], Tensor]] = {
-    "grpo": lambda args, rewards: group_relative(rewards, normalize_std=not args.disable_grpo_std_normalization),
-    "reinforce": lambda args, rewards: shifted(rewards, args.reward_shift),
-}
+ESTIMATORS: dict[str, Callable[[Namespace, Tensor], Tensor]] = {"grpo": grpo, "reinforce": reinforce}
 """`--advantage-estimator`: called with `args` and rewards `[prompts, samples]`."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Sampling
 from lab.host.model.engine import Generation
+from lab.host.train.parallel import of_each_rank, of_rank_0
 from true_on_policy.engines.protocol import Cut, Engine, Request, Sample
 from true_on_policy.errors import DifferenceError
 from true_on_policy.models.tiny import config_of
@@ -85,16 +86,12 @@ class ServedEngine(Served):
 
     def _on_rank_0(self, requests: list[Request]) -> list[Sample]:
         """Sample the requests of all ranks in one batch on rank 0, and return the samples of this rank."""
-        size = dist.get_world_size()
-        asked: list[Any] = [None] * size
-        dist.all_gather_object(asked, requests)
-        answers: list[Any] = [None] * size
+        asked, answers = of_each_rank(requests), None
         if dist.get_rank() == 0:
             assert self._engine is not None
             samples = iter(self._engine.generate([request for share in asked for request in share]))
             answers = [[next(samples) for _ in share] for share in asked]
-        dist.broadcast_object_list(answers)
-        return answers[dist.get_rank()]
+        return of_rank_0(answers)[dist.get_rank()]
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> int:
         """Compare every tensor of the engine with the trainer's weights, and return how many there are.
@@ -103,12 +100,8 @@ class ServedEngine(Served):
             DifferenceError: a tensor differs; on every rank.
             NotSeenError: the engine does not tell its weights.
         """
-        found: list[Any] = [None]
-        if dist.get_rank() == 0:
-            engine: Any = self._engine  # the command line asks only engines that return digests of their weights
-            found = [compare(engine.weights_checker, weights)]
-        dist.broadcast_object_list(found)
-        (comparison,) = found
+        engine: Any = self._engine  # the command line asks only engines that return digests of their weights
+        comparison = of_rank_0(compare(engine.weights_checker, weights) if dist.get_rank() == 0 else None)
         if not comparison.equal:
             raise DifferenceError(f"--check-weights-every, weights {self.version}: {comparison}")
         return comparison.compared

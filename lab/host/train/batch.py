@@ -33,7 +33,7 @@ class Layout:
     offset: Tensor  # [S] place of the slot among its sequence's slots
     query_slots: Tensor  # [N, Q] into the local slots
     key_slots: Tensor  # [N, K] into the slots of all context ranks, rank after rank
-    causal: Tensor  # [N, 1, Q, K] bool
+    causal: Tensor  # [N, 1, Q, K] bool; beyond a sequence's slots as for slot 0, which nobody reads
     scored: Tensor  # [R] slots whose logits score a response token
     targets: Tensor  # [R] those response tokens
     response_index: Tensor  # [R] their place among the full responses, flattened
@@ -42,12 +42,6 @@ class Layout:
 
 def _starts(lengths: Tensor) -> Tensor:
     return torch.cumsum(lengths, 0) - lengths
-
-
-def _grid(length: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Columns `0..width-1` for every sequence, and which of them lie inside it."""
-    column = torch.arange(width).expand(len(length), width)
-    return column, column < length[:, None]
 
 
 def pack(tokens: Sequence[Tensor], response_lengths: Sequence[int], cp_rank: int = 0, cp_size: int = 1) -> Layout:
@@ -60,17 +54,18 @@ def pack(tokens: Sequence[Tensor], response_lengths: Sequence[int], cp_rank: int
     padded, local = chunk * parts, chunk * parts // cp_size
 
     sequence = torch.repeat_interleave(torch.arange(len(total)), local)
-    offset = torch.arange(len(sequence)) - _starts(local)[sequence]
-    positions = _zigzag_position(offset, chunk[sequence], cp_rank, cp_size)
+    slots = torch.arange(len(sequence))
+    offset = slots - _starts(local)[sequence]
+    everywhere = torch.cat([_zigzag_position(offset, chunk[sequence], rank, cp_size) for rank in range(cp_size)])
+    positions = everywhere.view(cp_size, -1)[cp_rank]
     real = positions < total[sequence]
     place = (_starts(total)[sequence] + positions).clamp(max=len(flat) - 1)
 
     first_scored = (total - response - 1)[sequence]
     scored = torch.nonzero((positions >= first_scored) & (positions < total[sequence] - 1)).squeeze(1)
     owner = sequence[scored]
-    columns, inside = _grid(local, int(local.max()))
-    query_slots = torch.where(inside, _starts(local)[:, None] + columns, 0)
-    keys = torch.arange(int(padded.max()))
+    query_slots = _table(sequence, offset, slots)
+    key_slots = _table(sequence.repeat(cp_size), everywhere, torch.arange(len(everywhere)))
     return Layout(
         total_lengths=total.tolist(),
         response_lengths=response.tolist(),
@@ -82,8 +77,8 @@ def pack(tokens: Sequence[Tensor], response_lengths: Sequence[int], cp_rank: int
         sequence=sequence,
         offset=offset,
         query_slots=query_slots,
-        key_slots=_key_slots(padded, chunk, local, cp_size),
-        causal=(keys <= torch.where(inside, positions[query_slots], 0)[..., None]).unsqueeze(1),
+        key_slots=key_slots,
+        causal=(torch.arange(key_slots.shape[1]) <= positions[query_slots][..., None]).unsqueeze(1),
         scored=scored,
         targets=flat[place[scored] + 1],
         response_index=_starts(response)[owner] + positions[scored] - first_scored[scored],
@@ -93,22 +88,11 @@ def pack(tokens: Sequence[Tensor], response_lengths: Sequence[int], cp_rank: int
 
 def _zigzag_position(offset: Tensor, chunk: Tensor, cp_rank: int, cp_size: int) -> Tensor:
     """Position in the sequence of the local slot at `offset`."""
-    if cp_size == 1:
-        return offset
     early = offset + cp_rank * chunk
     late = offset + (2 * cp_size - 2 - cp_rank) * chunk
     return torch.where(offset < chunk, early, late)
 
 
-def _key_slots(padded: Tensor, chunk: Tensor, local: Tensor, cp_size: int) -> Tensor:
-    """`[N, K]`: where position `k` of each sequence lies once the slots of all ranks are concatenated."""
-    position, inside = _grid(padded, int(padded.max()))
-    if cp_size == 1:
-        slot = _starts(local)[:, None] + position
-    else:
-        size = chunk[:, None].clamp(min=1)
-        part = position // size
-        rank = torch.minimum(part, 2 * cp_size - 1 - part)
-        within = position % size + torch.where(part >= cp_size, size, 0)
-        slot = rank * local.sum() + _starts(local)[:, None] + within
-    return torch.where(inside, slot, 0)
+def _table(row: Tensor, column: Tensor, values: Tensor) -> Tensor:
+    """The values in a table, each at its row and column; 0 elsewhere."""
+    return values.new_zeros(int(row.max()) + 1, int(column.max()) + 1).index_put((row, column), values)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -80,31 +79,6 @@ def mean_gradient(args: Namespace, state: ParallelState, trainer: Trainer, rollo
         trainer.accumulate(whole, data, range(len(data["tokens"])), LOSSES[args.loss_type])
         total = total + trainer.gradient()
     return total / len(rollouts)
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Two independent estimates of the on-policy gradient."""
-
-    first: Tensor
-    second: Tensor
-
-    @property
-    def mean(self) -> Tensor:
-        return (self.first + self.second) / 2
-
-    @property
-    def agreement(self) -> float:
-        """Cosine of the two estimates, below 1 by sampling noise; no setting can be expected to do better."""
-        return cosine(self.first, self.second)
-
-
-def on_policy_reference(
-    args: Namespace, state: ParallelState, trainer: Trainer, samples: tuple[Sequence[Rollout], Sequence[Rollout]]
-) -> Reference:
-    """Estimate the on-policy gradient twice, from two sets of rollouts of the trainer's own policy. Collective."""
-    first, second = (mean_gradient(on_policy(args), state, trainer, rollouts) for rollouts in samples)
-    return Reference(first, second)
 
 
 def cosine(left: Tensor, right: Tensor) -> float:

@@ -71,12 +71,11 @@ class Reducer:
 
 
 Loss = tuple[Tensor, Metrics]
-LogProbLoss = Callable[[Namespace, ParallelState, MicroBatch, Tensor], Loss]
 LossFunction = Callable[[Namespace, ParallelState, MicroBatch, Tensor], Loss]
-"""Takes this rank's logits, `[1, S, V / tp]`; a `LogProbLoss` takes the responses' log-probs, `[R]`."""
+"""Takes this rank's logits, `[1, S, V / tp]`; a loss of log-probs takes those of the responses, `[R]`."""
 
 
-def of_log_probs(loss: LogProbLoss) -> LossFunction:
+def of_log_probs(loss: LossFunction) -> LossFunction:
     """A loss of log-probs as one of logits."""
 
     def of_logits(args: Namespace, state: ParallelState, batch: MicroBatch, logits: Tensor) -> Loss:

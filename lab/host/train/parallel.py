@@ -25,10 +25,7 @@ from megatron.core import parallel_state as mpu
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from mis_plugins.errors import UserError
-from mis_plugins.shared.shell import INTERRUPTED as EXIT_INTERRUPTED
-from mis_plugins.shared.shell import REFUSED as EXIT_USER_ERROR
-from mis_plugins.shared.shell import UNREAD as EXIT_UNREAD
-from mis_plugins.shared.shell import Unread, undisturbed
+from mis_plugins.shared.shell import INTERRUPTED, REFUSED, UNREAD, Unread, undisturbed
 from true_on_policy.engines.server import on_loopback
 
 EXIT_FAILURE = 1
@@ -82,6 +79,24 @@ def initialize(tensor_parallel: int, context_parallel: int) -> ParallelState:
         effective_dp=_info(mpu.get_data_parallel_group(with_context_parallel=False)),
         effective_dp_cp=_info(mpu.get_data_parallel_group(with_context_parallel=True)),
     )
+
+
+def of_rank_0(value: Any) -> Any:
+    """Rank 0's value, on every rank. Collective."""
+    shared = [value]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+def of_each_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, rank after rank, on every rank. Collective.
+
+    Args:
+        group: the ranks that share their values; None is all ranks.
+    """
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 class StopSignal:
@@ -193,9 +208,9 @@ def _forked_rank(rank: int, world_size: int, main: Callable[[], None], scratch: 
         main()
 
     code = _run_rank(joined, scratch, rank)
-    if code in (EXIT_INTERRUPTED, EXIT_UNREAD):
+    if code in (INTERRUPTED, UNREAD):
         (scratch / STOPPED).write_text(str(code))
-    if code not in (0, EXIT_INTERRUPTED):
+    if code not in (0, INTERRUPTED):
         # No orderly exit: the other ranks may wait in a collective, and only this exit code tells the launcher.
         sys.exit(code)
 
@@ -212,11 +227,11 @@ def _run_rank(main: Callable[[], None], scratch: Path, rank: int) -> int:
         return 0
     except UserError as error:
         (scratch / f"error-{rank}").write_text(f"error: {error}\n")
-        return EXIT_USER_ERROR
+        return REFUSED
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return INTERRUPTED
     except Unread:
-        return EXIT_UNREAD
+        return UNREAD
     except Exception:
         (scratch / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         return EXIT_FAILURE
@@ -227,4 +242,4 @@ def _print_report(scratch: Path, error: ProcessExitedException) -> int:
     reports = sorted(scratch.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
     text = reports[0].read_text() if reports else f"{error}\n"
     print(text, end="", file=sys.stderr)
-    return EXIT_USER_ERROR if text.startswith("error: ") else EXIT_FAILURE
+    return REFUSED if text.startswith("error: ") else EXIT_FAILURE

@@ -81,15 +81,13 @@ class Trainer:
 
     @contextmanager
     def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Hold other whole weights during the block, for example to score with a reference policy."""
-        kept = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        """Hold other whole weights during the block, for example to score with a reference policy. Collective."""
+        kept = self.weights()
         self.load_weights(weights)
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in self.parameters.items():
-                    parameter.copy_(kept[name])
+            self.load_weights(kept)
 
     def micro_batches(self, indices: Sequence[int], size: int | None = None) -> Iterator[Sequence[int]]:
         size = int(size or self.args.micro_batch_size)
