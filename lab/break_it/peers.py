@@ -180,12 +180,7 @@ PACKAGES = {
         lambda said: ms_swift.mapping_of(*said),
         lambda said: said[0].partition("_")[0],
     ),
-    "AReaL 1.0.4": Package(
-        *formulas.SETTINGS["AReaL"],
-        loss_of_areal,
-        lambda said: areal.mapping_of(areal.settings(**said)),
-        lambda said: said["level"],
-    ),
+    "AReaL 1.0.4": Package(*formulas.SETTINGS["AReaL"], loss_of_areal, areal.mapping_of, lambda said: said["level"]),
     "OpenRLHF 0.11.2": Package(
         st.tuples(st.sampled_from([("token", "clip"), ("token", "mask"), ("seq", "mask")]), lowers, uppers).map(
             lambda drawn: (*drawn[0], *drawn[1:])

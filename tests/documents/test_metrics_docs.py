@@ -1,6 +1,7 @@
 """`docs/metrics.md` is what the metrics say of themselves, and names what there is."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,12 +25,24 @@ from mis_plugins.routing.report import BY_CLASS, ROUTED
 from mis_plugins.versions.segment_wise import BehaviorWeight, Written
 
 ROOT = Path(__file__).resolve().parents[2]
+RULES = [{"over": over, "lower": 0.5, "upper": 2.0} for over in ("token", "mean")]
+VETO = {"over": "min", "lower": 1e-4}
+
+
+def names_of_the_hook(size: str, bounds: str, rules: Sequence[dict], **weight: object) -> set[str]:
+    """Every name that the hook gives with these rules and a weight of any level and of these bounds."""
+    weights = [
+        {"level": level, "bound": bound, "upper": 2.0, **weight}
+        for level in ("token", "segment", "sequence", "geometric")
+        for bound in bounds.split()
+    ]
+    configs = [from_mapping({"weight": one, "reject": rules, "metrics": size}) for one in weights]
+    return {name for config in configs for name in catalogue(config)}
 
 
 def names_of_a_step() -> set[str]:
     """Every name that a weight, a rule over tokens, a rule over units and OPSM can give."""
-    rules = [{"over": over, "lower": 0.5, "upper": 2.0} for over in ("token", "mean")]
-    config = from_mapping({"weight": {"upper": 2.0}, "reject": rules, "metrics": "all"})
+    config = from_mapping({"weight": {"upper": 2.0}, "reject": RULES, "metrics": "all"})
     batch = make_batch([([-1.0], [-1.0], [1])])
     ragged = Ragged(torch.tensor([0, 1]), batch.flat_mask)
     made = correct(batch.proximal[0], batch.behavior[0], ragged, config)
@@ -56,8 +69,6 @@ def pattern(name: str) -> str:
 EVERY = list(WORDS)
 OTHERS = {*ROUTED, *BY_CLASS, *RESPLIT, RETRACTED}
 
-VETO = {"over": "min", "lower": 1e-4}
-
 
 def test_the_committed_document_is_the_generated_one():
     assert current("metrics.md", part), "python -m lab.pages.metrics"
@@ -83,15 +94,7 @@ def test_every_metric_stands_in_one_section():
 
 def test_every_metric_of_the_hook_that_mis_py_lacks_has_its_row():
     """The rows name step metrics that exist, and every name that a config can give."""
-    rules = [{"over": over, "lower": 0.5, "upper": 2.0} for over in ("token", "mean")] * 2
-    vetoes = [VETO] * 2
-    weights = [
-        {"level": level, "bound": bound, "upper": 2.0}
-        for level in ("token", "segment", "sequence", "geometric")
-        for bound in ("truncate", "clip", "zero")
-    ]
-    configs = [from_mapping({"weight": weight, "reject": rules + vetoes, "metrics": "full"}) for weight in weights]
-    found = {name for config in configs for name in catalogue(config).keys() - OF_MIS_PY}
+    found = names_of_the_hook("full", "truncate clip zero", RULES * 2 + [VETO] * 2) - OF_MIS_PY
     named = {name.removeprefix("mis_") for name in BY_STEP} - {"nonfinite_advantages"}
     assert {re.sub(r"_[2-9]$", "_{i}", name) for name in found} == named
     said = {name for words in BY_STEP.values() for name in re.findall("`(.*?)`", words)}
@@ -100,16 +103,8 @@ def test_every_metric_of_the_hook_that_mis_py_lacks_has_its_row():
 
 def test_every_name_that_a_default_log_lost_says_where_it_went():
     """Names of `metrics: full`, of any weight and rule, less the five of `watch`; their successors exist."""
-    rules = [{"over": over, "lower": 0.5, "upper": 2.0} for over in ("token", "mean")] + [VETO]
-    weights = [
-        {"level": level, "bound": bound, "upper": 2.0, "normalize": {}}
-        for level in ("token", "segment", "sequence", "geometric")
-        for bound in ("truncate", "clip", "zero", "mask")
-    ]
-    mappings = [{"weight": weight, "reject": rules} for weight in weights]
     full, watch = (
-        {name for mapping in mappings for name in catalogue(from_mapping(mapping | {"metrics": size}))}
-        for size in ("full", "watch")
+        names_of_the_hook(size, "truncate clip zero mask", [*RULES, VETO], normalize={}) for size in ("full", "watch")
     )
     listed = {one for names in SAID["vanished"] for part in names.split(", ") for one in _spread(part)}
     lost = {re.sub(r"_[2-9]$", "", name) for name in full - watch}

@@ -91,21 +91,20 @@ def test_setup_imports_nothing_of_the_package() -> None:
     assert names == {"re", "pathlib", "Path", "setuptools", "setup", "find_namespace_packages"}
 
 
+def paths(folder: str, *patterns: str) -> set[str]:
+    """The files of a folder of the tree that have these patterns."""
+    return {str(path.relative_to(ROOT)) for pattern in patterns for path in (ROOT / folder).glob(pattern)}
+
+
 def test_wheel_holds_every_module_and_preset(wheel: Path) -> None:
     held = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    modules = {
-        str(path.relative_to(ROOT)) for top in ("mis_plugins", "true_on_policy") for path in (ROOT / top).rglob("*.py")
-    }
-    data = {
-        str(path.relative_to(ROOT))
-        for pattern in ("*/*.yaml", "engines/*.sh", "engines/*/packages.txt", "kernels/*.c", "verify/*.txt")
-        for path in (ROOT / "true_on_policy").glob(pattern)
-    }
-    records = {str(path.relative_to(ROOT)) for path in (ROOT / "mis_plugins/hosts/records").glob("*.txt")}
+    code = paths("mis_plugins", "**/*.py", "hosts/records/*.txt")
+    data = ("*/*.yaml", "engines/*.sh", "engines/*/packages.txt", "kernels/*.c", "verify/*.txt")
+    code |= paths("true_on_policy", "**/*.py", *data)
     presets = {f"mis_plugins/presets/{name}" for name in PRESETS}
     others = {"mis_plugins/explain/rungs.json", "mis_plugins/py.typed", "mis_plugins/shared/moved.yaml"}
     shown = {f"mis_plugins/report/{name}" for name in ("causes.yaml", "peer_names.yaml", "page.css", "page.html")}
-    assert held == modules | data | presets | records | others | shown
+    assert held == code | presets | others | shown
 
 
 def stated(wheel: Path) -> bytes:

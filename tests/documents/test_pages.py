@@ -68,6 +68,13 @@ def test_every_dotted_name_on_a_page_exists(page: Path) -> None:
         pkgutil.resolve_name(name)
 
 
+def test_every_test_that_a_page_names_exists() -> None:
+    tests = "\n".join(file.read_text(encoding="utf-8") for file in (DOCS.parent / "tests").rglob("test_*.py"))
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = set(re.findall(r"`(test_\w+)`", pages))
+    assert named - set(re.findall(r"^def (test_\w+)", tests, flags=re.MULTILINE)) == set()
+
+
 def test_the_page_of_functions_names_what_each_module_defines() -> None:
     """The site reads sources alone: a function that a module loads late is on no page."""
     shown = re.findall(r"^::: (\S+)(?:\n    options:\n      members: \[(.*)\])?", text_of("api.md"), flags=re.MULTILINE)

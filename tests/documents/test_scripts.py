@@ -298,8 +298,9 @@ def test_a_true_on_policy_launch_keeps_its_contract(backend: str, tmp_path: Path
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with its `.venv`, an environment of a host and one named `mine`; each `python` logs its arguments."""
+    monkeypatch.delenv("MIS_VENV", raising=False)
     for name in ("scripts/environment.sh", "setup.py", "pyproject.toml", "constraints.txt", "constraints-hashed.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -311,15 +312,8 @@ def checkout(tmp_path: Path) -> Path:
 def enter(checkout: Path, *then: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Source environment.sh as a script does, in a shell in which the host's environment is active."""
     host = {"VIRTUAL_ENV": f"{checkout}/host", "PATH": f"{checkout}/host/bin:{os.environ['PATH']}"}
-    inherited = {name: value for name, value in os.environ.items() if name != "MIS_VENV"}
-    script = "\n".join([f'source "{checkout}/scripts/environment.sh"', *then])
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        env=inherited | host | environment,
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-    )
+    script = "\n".join([f'cd "{checkout}"', f'source "{checkout}/scripts/environment.sh"', *then])
+    return bash("-euo", "pipefail", "-c", script, given=host | environment)
 
 
 def installs(checkout: Path, environment: str = ".venv", **variables: str) -> int:

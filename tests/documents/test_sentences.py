@@ -2,7 +2,8 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,24 +34,23 @@ OPENINGS = dict.fromkeys("it its they them their theirs these those this that su
     "else": "continues the docstring before",
     "otherwise": "continues the docstring before",
 }
-# Rooms and files whose docstrings stand alone, by path; a package stands here once all of its rooms do.
-ROOMS_DONE = ("lab", "mis_plugins", "true_on_policy")
 
 
-def files(path: str) -> list[Path]:
-    """The Python files of a room, or one file."""
-    place = ROOT / path
-    return [place] if place.is_file() else sorted(place.rglob("*.py"))
+@cache
+def trees(package: str) -> dict[str, ast.Module]:
+    """The modules of a package, by their paths."""
+    files = sorted((ROOT / package).rglob("*.py"))
+    return {str(file.relative_to(ROOT)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
 
 
-def docstrings(room: str) -> Iterator[tuple[str, str]]:
-    """The place of each docstring of a room, and its text."""
-    for file in files(room):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+def docstrings(package: str) -> Iterator[tuple[str, str]]:
+    """The place of each docstring of a package, and its text."""
+    for path, tree in trees(package).items():
+        for node in ast.walk(tree):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             if text := ast.get_docstring(node):
-                yield f"{file.relative_to(ROOT)}:{getattr(node, 'name', 'module')}", text
+                yield f"{path}:{getattr(node, 'name', 'module')}", text
 
 
 def fault(text: str) -> str | None:
@@ -118,18 +118,18 @@ def leaning(tree: ast.Module) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("room", ROOMS_DONE)
-def test_docstrings_have_one_style(room: str) -> None:
-    """A class lists its fields as `name: text`, without a heading; single backticks hold code."""
-    assert [
-        place for place, text in docstrings(room) if "Attributes:" in text or re.search(r"(?<!`)``(?!`)", text)
-    ] == []
+def other_style(text: str) -> bool:
+    """Whether a docstring lists fields under a heading, and not as `name: text`, or has double backticks."""
+    return "Attributes:" in text or re.search(r"(?<!`)``(?!`)", text) is not None
 
 
-@pytest.mark.parametrize("room", ROOMS_DONE)
-def test_docstrings_stand_alone(room: str) -> None:
-    assert files(room), f"{room}: no such room"
-    faults = [f"{place} {fault(text)}" for place, text in docstrings(room) if fault(text)]
+@pytest.mark.parametrize("fault_of", [other_style, fault, too_long])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_have_one_style_stand_alone_and_are_short(
+    package: str, fault_of: Callable[[str], str | list[str] | bool | None]
+) -> None:
+    assert trees(package), f"{package}: no such package"
+    faults = [f"{place}: {found}" for place, text in docstrings(package) if (found := fault_of(text))]
     assert not faults, "\n".join(faults)
 
 
@@ -146,24 +146,17 @@ def bound(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.arg
 
 
-@pytest.mark.parametrize("room", ["mis_plugins", "true_on_policy"])
-def test_names_say_what_they_hold(room: str) -> None:
-    empty = [
-        f"{file.relative_to(ROOT)}:{line}: {name}"
-        for file in files(room)
-        for line, name in bound(ast.parse(file.read_text(encoding="utf-8")))
-        if name in NOTHING
-    ]
-    assert not empty, "name the thing: " + "\n".join(empty)
+def empty_names(tree: ast.Module) -> list[str]:
+    """The variables of a module that say nothing, with their lines."""
+    return [f"line {line}: {name}" for line, name in bound(tree) if name in NOTHING]
 
 
-@pytest.mark.parametrize("room", ["mis_plugins", "true_on_policy"])
-def test_errors_and_notices_stand_alone(room: str) -> None:
-    found = [
-        f"{file.relative_to(ROOT)}: {part!r}"
-        for file in files(room)
-        for part in leaning(ast.parse(file.read_text(encoding="utf-8")))
-    ]
+@pytest.mark.parametrize("faults_of", [empty_names, leaning])
+@pytest.mark.parametrize("package", ["mis_plugins", "true_on_policy"])
+def test_names_say_what_they_hold_and_errors_and_notices_stand_alone(
+    package: str, faults_of: Callable[[ast.Module], list[str]]
+) -> None:
+    found = [f"{path}: {part!r}" for path, tree in trees(package).items() for part in faults_of(tree)]
     assert not found, "say the noun: " + "\n".join(found)
 
 
@@ -188,12 +181,6 @@ def test_leaning_texts_are_seen(code: str, leans: bool) -> None:
 def test_openings_are_refused(opening: str) -> None:
     assert fault(f"{opening.capitalize()} rows, added up.")
     assert not fault("Rows of one micro-batch, added up.")
-
-
-@pytest.mark.parametrize("room", ["mis_plugins", "true_on_policy", "lab"])
-def test_sentences_are_short(room: str) -> None:
-    found = [(place, one) for place, text in docstrings(room) for one in too_long(text)]
-    assert not found, f"more than {LONGEST} words: " + "\n".join(f"{place}: {one}" for place, one in found)
 
 
 def test_a_long_sentence_is_seen_and_a_table_is_not() -> None:

@@ -203,9 +203,11 @@ def test_flags():
 # ------------------------------------------------------------------------------------------------ the worked example
 
 
+PARTS = [slice(0, six_tokens.LENGTHS[0]), slice(six_tokens.LENGTHS[0], sum(six_tokens.LENGTHS))]
+
+
 def samples(config: CorrectionConfig) -> list[oracle.Sample]:
-    bypass = config.objective is not None and config.objective.old == "behavior"
-    scored = six_tokens.TARGET if bypass else six_tokens.PROXIMAL
+    scored = six_tokens.TARGET if config.bypass else six_tokens.PROXIMAL
     return [
         oracle.Sample(
             _log(scored[part]),
@@ -214,7 +216,7 @@ def samples(config: CorrectionConfig) -> list[oracle.Sample]:
             numerator=numerators(part) if config.segment_wise_on else None,
             routes=six_tokens.ROUTES[part],
         )
-        for part in parts()
+        for part in PARTS
     ]
 
 
@@ -229,11 +231,6 @@ def numerators(part: slice) -> list[float]:
     return [math.nan if value is None else value for value in found]
 
 
-def parts() -> list[slice]:
-    first = six_tokens.LENGTHS[0]
-    return [slice(0, first), slice(first, sum(six_tokens.LENGTHS))]
-
-
 def _log(row: Sequence[float]) -> list[float]:
     return [math.log(p) for p in row]
 
@@ -245,7 +242,7 @@ def test_weights_and_masks_are_the_oracles(name: str):
     expected = oracle.correct(batch, writing.as_mapping(dataclasses.replace(config, segment_wise=None)))
     worked = six_tokens.work(config)
     rtol = normalized_rtol(max(sum(map(abs, sample.log_ratios)) for sample in batch))
-    keep, stays = sum(expected.keep, []), sum(map(stays_of, parts(), [config] * 2), [])
+    keep, stays = sum(expected.keep, []), sum(map(stays_of, PARTS, [config] * 2), [])
     assert worked.keep.tolist() == [k and s for k, s in zip(keep, stays, strict=True)]
     for t, weight in enumerate(sum(expected.weights, [])):
         if six_tokens.LOSS_MASK[t]:
@@ -281,7 +278,7 @@ def test_losses_are_the_oracles(name: str):
     old = six_tokens.BEHAVIOR if config.bypass else six_tokens.PROXIMAL
     if config.clips_against_next:  # stored of tokens of age 2 and more, which at younger ones is pi_old
         old = [x if math.isnan(kept) else kept for x, kept in zip(old, six_tokens.NEXT, strict=True)]
-    for part in parts():
+    for part in PARTS:
         one = response(part, old)
         for i, t in enumerate(range(part.start, part.stop)):
             factor = worked.correction.weights[t].item() if worked.keep[t] else 0.0

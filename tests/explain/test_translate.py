@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import ConfigCommand
 from documented import DEFAULTS, GEO, TOKEN_IS, VERL
 
 from mis_plugins.__main__ import COMMANDS, TRANSLATORS, load, main
@@ -246,22 +247,18 @@ def test_a_python_script_is_read_and_never_run(tmp_path: Path):
 # ----------------------------------------------------------------------------------------------------- command line
 
 
-def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_commands_print_a_file_that_check_passes(config_command: ConfigCommand):
     files = {
-        "from-verl": yaml.safe_dump({"algorithm": {"rollout_correction": TOKEN_IS | GEO}}),
+        "from-verl": {"algorithm": {"rollout_correction": TOKEN_IS | GEO}},
         "from-ms-swift": f"{MODE}: token_mask",
         "from-areal": "actor: {behav_imp_weight_cap: 5.0}",
         "from-trl": "use_vllm: true",
         "from-prime-rl": "[trainer.loss]",
     }
-    for command, text in files.items():
-        theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
-        theirs.write_text(text)
+    for command, theirs in files.items():
         overrides = ["algorithm.rollout_correction.rollout_is=sequence"] if command == "from-verl" else []
-        assert main(["config", command, str(theirs), *overrides]) == 0
-        ours.write_text(capsys.readouterr().out)
-        assert main(["config", "check", str(ours)]) == 0
-        assert "needs:" in capsys.readouterr().out
+        ours = config_command(theirs, *overrides, command=command).out
+        assert "needs:" in config_command(ours).out
 
 
 @pytest.mark.parametrize(
@@ -326,18 +323,18 @@ def test_a_python_file_is_told_from_a_script(command: str, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("command", ["check", "show"])
+@pytest.mark.parametrize(
+    ("translator", "theirs"),
+    [
+        ("from-verl", {"algorithm": {"rollout_correction": TOKEN_IS}}),
+        ("from-trl", {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"}),
+    ],
+)
 def test_a_file_of_another_framework_is_told_from_an_empty_one(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    translator: str, theirs: dict, command: str, config_command: ConfigCommand
 ):
-    files = {
-        "from-verl": {"algorithm": {"rollout_correction": TOKEN_IS}},
-        "from-trl": {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
-    }
-    for translator, keys in files.items():
-        theirs = tmp_path / "theirs.yaml"
-        theirs.write_text(yaml.safe_dump(keys))
-        assert main(["config", command, str(theirs)]) == 2
-        assert re.search(f"neither the key `mis:` nor .*`config {translator}`", capsys.readouterr().err)
+    told = config_command(theirs, command=command, code=2).err
+    assert re.search(f"neither the key `mis:` nor .*`config {translator}`", told)
 
 
 # ------------------------------------------------------------------------------------------------------------ AReaL
@@ -381,14 +378,9 @@ def test_areals_own_words_stand_beside_each_setting():
     assert said.startswith("actor.use_decoupled_loss: AReaL 1.0.4 weighs nothing without rejection_sampling")
 
 
-def test_areals_own_file_is_refused_by_the_check_which_names_the_translator(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-):
-    file = tmp_path / "areal.yaml"
-    file.write_text(yaml.safe_dump({"seed": 1, "actor": CAPPED | {"path": "x"}}))
-    assert main(["config", "check", str(file)]) == 2
-    assert "actor.behav_imp_weight_cap, actor.behav_imp_weight_floor" in (said := capsys.readouterr().err)
-    assert "config from-areal" in said
+def test_areals_own_file_is_refused_by_the_check_which_names_the_translator(config_command: ConfigCommand):
+    told = config_command({"seed": 1, "actor": CAPPED | {"path": "x"}}, code=2).err
+    assert "actor.behav_imp_weight_cap, actor.behav_imp_weight_floor" in told and "config from-areal" in told
 
 
 def test_a_command_that_is_gone_names_what_takes_its_place(capsys: pytest.CaptureFixture):

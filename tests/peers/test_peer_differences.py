@@ -114,7 +114,7 @@ def test_areal_k3_differs():
     assert [areal.correction(x, config)[1].item() for x in (high, low)] == [True, False]
     rule = token_rule(statistic="k3", upper=0.5)
     assert [ours(x, rule).keep.item() for x in (high, low)] == [False, True]
-    assert "r - log(r) - 1" in areal.help_of("metric")
+    assert "r - log(r) - 1" in areal.said_of("metric")["help"]
 
 
 def test_areal_clamp_by_the_largest_ratio_differs():
@@ -129,8 +129,9 @@ def test_areal_clamp_by_the_largest_ratio_differs():
         weights, mask, _ = areal.correction(batch, config, packed)
         assert weights.flatten().tolist() == pytest.approx([0.2, 0.2, 0.5, 0.5], rel=WRITTEN)
         assert mask.all()
-    assert ours(batch, areal.mapping_of(config)).weights.tolist() == [0.5] * 4
-    assert "clamp importance weight to [lower, upper] bounds" in areal.help_of("action")
+    clamp = {"level": "geometric", "bound": "clip", "lower": 0.5, "upper": 5.0}
+    assert ours(batch, {"weight": clamp}).weights.tolist() == [0.5] * 4
+    assert "clamp importance weight to [lower, upper] bounds" in areal.said_of("action")["help"]
 
 
 def test_areal_default_differs():
@@ -509,15 +510,14 @@ def test_dppo_cap_differs():
     batch = fixed_rows([[0.0]])
     batch = replace(batch, target=[torch.tensor([-2.0 + math.log(5.0)])])
     target, wide = batch.pad(batch.target), Clip(1.0, 1.0)
-    fields = verl.load(verl.PEERS["losses"]).ActorConfig.__dataclass_fields__
-    config = fields["clip_ratio_c"].default
+    theirs = verl.actor_defaults()
+    config = theirs["clip_ratio_c"]
     assert config == from_verl.CLIP_RATIO_C == 3.0
-    widths = {fields[name].default for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")}
-    assert widths == {from_verl.CLIP_RATIO}
+    assert {theirs[name] for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")} == {from_verl.CLIP_RATIO}
     log_prob = target.item()
     close(trl.dppo_loss(batch, target, "binary_tv", wide).item(), -5 * log_prob)
     objective = {"surrogate": "dppo_tv", "old": "behavior"}
     mine = surrogate_loss(batch, target, batch.behavior, ours(batch, {"weight": None}), objective, wide)
     close(mine.sum().item(), -5 * log_prob)
-    theirs = verl.surrogate_loss(batch, target, {}, "dppo_tv", "token-sum", Clip(1.0, 1.0, config))
-    close(theirs.item(), -3 * log_prob)
+    capped = verl.surrogate_loss(batch, target, {}, "dppo_tv", "token-sum", Clip(1.0, 1.0, config))
+    close(capped.item(), -3 * log_prob)

@@ -18,6 +18,7 @@ from batches import make_batch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from peers import areal, ms_swift, openrlhf, skyrl, trl, verl
+from peers.loading import defaults
 from peers.rows import (
     ADVANTAGES,
     Metric,
@@ -129,7 +130,8 @@ def weighs_something(batch: Rows, mapping: dict, proximal: list[Tensor]) -> Corr
 
 
 def test_verl_every_preset_is_compared():
-    assert sorted(verl.preset_names()) == sorted(verl.PRESETS)
+    theirs = [name for name, value in vars(verl.rollout_config()).items() if isinstance(value, classmethod)]
+    assert sorted(theirs) == sorted(verl.PRESETS)
 
 
 @pytest.mark.parametrize("name", verl.PRESETS)
@@ -229,34 +231,22 @@ def test_verl_probability_metrics(batch: Rows):
 
 # ------------------------------------------------------------------------------------------------------- TRL
 
-TRL_BOUNDS = [(3.0, None), (1.2, None), (2.0, 0.5)]
-
-
-@pytest.mark.parametrize("mode", trl.MODES)
-@given(batch=rows(dead=True), bounds=st.sampled_from(TRL_BOUNDS))
-def test_trl_modes(mode: str, batch: Rows, bounds: tuple):
-    correction = clear_answer(batch, trl.mapping_of(mode, *bounds))
-    ratio, _ = trl.correction(batch, mode, *bounds)
-    assert_same_weights(batch, correction, ratio.expand_as(batch.mask), batch.mask)
-
-
-@st.composite
-def trl_files(draw: Callable) -> dict:
-    """Keys of a GRPOConfig that corrects; those that are left out have TRL's defaults."""
-    keys = {
-        from_trl.MODE: st.sampled_from(trl.MODES),
-        from_trl.CLIP_MAX: st.sampled_from([1.2, 2.0, None]),
+TRL_BOUNDS = st.fixed_dictionaries(
+    {},
+    optional={
+        from_trl.CLIP_MAX: st.sampled_from([1.2, 2.0, 3.0, None]),
         from_trl.CLIP_MIN: st.sampled_from([0.5, 0.9, None]),
-    }
-    return draw(st.fixed_dictionaries({}, optional=keys))
+    },
+)
 
 
-@given(batch=rows(dead=True), keys=trl_files())
-def test_trl_yaml_is_translated(batch: Rows, keys: dict):
-    """Random files through `config from-trl`: TRL's own weights by its own defaults, or refused as TRL refuses."""
+@pytest.mark.parametrize("chosen", [{}, *({from_trl.MODE: mode} for mode in trl.MODES)], ids=str)
+@given(batch=rows(dead=True), bounds=TRL_BOUNDS)
+def test_trl_modes(chosen: dict, batch: Rows, bounds: dict):
+    """Files through `config from-trl`: TRL's weights by TRL's defaults for keys left out, or refused as TRL refuses."""
+    keys = chosen | bounds
     text = yaml.safe_dump({"use_vllm": True} | keys)
-    names = (from_trl.MODE, from_trl.CLIP_MAX, from_trl.CLIP_MIN)
-    mode, upper, lower = (keys.get(name, trl.default_of(name)) for name in names)
+    mode, upper, lower = (keys.get(name, trl.grpo_defaults()[name]) for name in trl.KEYS)
     if upper is None and lower is None and mode.endswith("truncate"):
         with pytest.raises(ConfigError, match="TRL refuses"):
             from_trl.translate(text)
@@ -267,16 +257,15 @@ def test_trl_yaml_is_translated(batch: Rows, keys: dict):
 
 
 def test_trl_defaults_are_those_that_the_translator_takes_for_granted():
-    assert from_trl.DEFAULTS == {key: trl.default_of(key) for key in from_trl.DEFAULTS}
     granted = {"use_vllm": False, from_trl.CLIP_MIN: None, from_trl.CAP: None, from_trl.DELTA: None, "beta": 0.0,
                from_trl.UNBIASED: True, "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2,
                "epsilon_high": None, "delta": None}  # fmt: skip
-    assert granted == {key: trl.default_of(key) for key in granted}
-    assert {key: trl.default_of(key) for key in from_trl.UNSERVED} == {
-        key: default for key, (default, _) in from_trl.UNSERVED.items()
-    }
+    unserved = {key: default for key, (default, _) in from_trl.UNSERVED.items()}
+    theirs = trl.grpo_defaults()
+    for taken in (from_trl.DEFAULTS, granted, unserved):
+        assert taken == {key: theirs[key] for key in taken}
     # what a saved config of TRL's holds, with every key in it
-    every = {key: trl.default_of(key) for key in from_trl.READ}
+    every = {key: theirs[key] for key in from_trl.READ}
     dumped = from_trl.translate(yaml.safe_dump(every | {"use_vllm": True})).config()
     assert dumped == from_trl.translate("use_vllm: true").config()
 
@@ -442,32 +431,6 @@ def test_areal_and_skyrl_presets(name: str, theirs: Callable, batch: Rows):
     assert_same_weights(batch, correction, weights, mask)
 
 
-@given(batch=rows(dead=True), chosen=areal_settings(), packed=st.booleans())
-def test_areal_settings(batch: Rows, chosen: dict, packed: bool):
-    config = areal.settings(**chosen)
-    correction = clear_answer(batch, areal.mapping_of(config))
-    weights, mask, _ = areal.correction(batch, config, packed)
-    assert_same_weights(batch, correction, weights, mask)
-
-
-@given(batch=rows(), chosen=areal_settings())
-def test_areal_loss(batch: Rows, chosen: dict):
-    config = areal.settings(**chosen)
-    target, tokens = token_losses(batch, clear_answer(batch, areal.mapping_of(config)))
-    assert_same_loss(batch, lambda x: areal.loss(batch, x, config)[0], target, tokens / batch.mask.sum())
-
-
-@few
-@given(batch=rows(), chosen=areal_settings())
-def test_areal_metrics(batch: Rows, chosen: dict):
-    config = areal.settings(**chosen)
-    mapping = areal.mapping_of(config)
-    assume(bool(clear_answer(batch, mapping).keep.any()))
-    theirs, table = areal.metrics(batch, config), areal.metric_table(config)
-    assert set(theirs) == set(table)
-    assert_same_metrics(batch, our_metrics(batch, mapping), theirs, table)
-
-
 @st.composite
 def areal_blocks(draw: Callable) -> dict:
     """Any `actor.rejection_sampling`, with any of its keys left to AReaL's defaults."""
@@ -490,41 +453,58 @@ def areal_unserved(config: Any) -> bool:
 
 def test_areal_block_has_these_keys_defaults_and_choices():
     assert vars(areal.settings()) == from_areal.DEFAULTS
-    assert {key: tuple(areal.choices_of(key)) for key in from_areal.CHOICES} == from_areal.CHOICES
+    assert {key: tuple(areal.said_of(key)["choices"]) for key in from_areal.CHOICES} == from_areal.CHOICES
 
 
-@given(batch=rows(dead=True), block=areal_blocks(), packed=st.booleans())
-def test_areal_yaml_is_translated(batch: Rows, block: dict, packed: bool):
-    """Random files of AReaL's through `config from-areal`: its own weights and mask, or refused by both."""
-    text = yaml.safe_dump({"actor": {"use_decoupled_loss": True, "rejection_sampling": block}})
-    try:
-        config = areal.settings(**block)
-    except ValueError:
-        with pytest.raises(ConfigError, match="rejection_sampling"):
-            from_areal.translate(text)
-        return
-    if areal_unserved(config):
-        with pytest.raises(ConfigError, match=r"actor\.rejection_sampling"):
-            from_areal.translate(text)
-        return
-    correction = clear_answer(batch, {"weight": None, "reject": []} | dict(from_areal.translate(text).mis))
-    weights, mask, _ = areal.correction(batch, config, packed)
-    assert_same_weights(batch, correction, weights, mask)
-
-
-@few
-@given(batch=rows(), block=areal_blocks())
-def test_areal_yaml_is_translated_into_the_loss(batch: Rows, block: dict):
-    """The file's loss, which AReaL divides by the tokens that were valid before rejection."""
+def settings_served(block: dict) -> Any:
+    """The settings of a block that AReaL and `config from-areal` take; an example with another block is skipped."""
     try:
         config = areal.settings(**block)
     except ValueError:
         assume(False)
     assume(not areal_unserved(config))
+    return config
+
+
+@settings(max_examples=200)  # half of them of either kind
+@given(batch=rows(dead=True), block=areal_settings() | areal_blocks(), packed=st.booleans())
+def test_areal_settings(batch: Rows, block: dict, packed: bool):
+    """Random files of AReaL's through `config from-areal`: its own weights and mask, or refused by both."""
+    try:
+        config = areal.settings(**block)
+    except ValueError:
+        with pytest.raises(ConfigError, match="rejection_sampling"):
+            areal.mapping_of(block)
+        return
+    if areal_unserved(config):
+        with pytest.raises(ConfigError, match=r"actor\.rejection_sampling"):
+            areal.mapping_of(block)
+        return
+    correction = clear_answer(batch, areal.mapping_of(block))
+    weights, mask, _ = areal.correction(batch, config, packed)
+    assert_same_weights(batch, correction, weights, mask)
+
+
+@settings(max_examples=200)  # half of them of either kind
+@given(batch=rows(), block=areal_settings() | areal_blocks())
+def test_areal_loss(batch: Rows, block: dict):
+    """The loss of a file, which AReaL divides by the tokens that were valid before rejection."""
+    config = settings_served(block)
     mapping = dict(from_areal.translate(yaml.safe_dump({"actor": {"rejection_sampling": block}})).mis)
     objective = PPO | dict(mapping.get("objective") or {})
     target, tokens = token_losses(batch, clear_answer(batch, mapping), objective)
     assert_same_loss(batch, lambda x: areal.loss(batch, x, config)[0], target, tokens / batch.mask.sum())
+
+
+@few
+@given(batch=rows(), block=areal_settings())
+def test_areal_metrics(batch: Rows, block: dict):
+    config = settings_served(block)
+    mapping = areal.mapping_of(block)
+    assume(bool(clear_answer(batch, mapping).keep.any()))
+    theirs, table = areal.metrics(batch, config), areal.metric_table(config)
+    assert set(theirs) == set(table)
+    assert_same_metrics(batch, our_metrics(batch, mapping), theirs, table)
 
 
 # -------------------------------------------------------------------------------------------------- OpenRLHF
@@ -772,14 +752,11 @@ def test_trl_dppo_mask(kind: str, clip: Clip):
 
 def test_trl_dppo_defaults_are_those_of_the_preset():
     """The preset's own lines name the flags; of the KL divergence TRL's help says 0.05."""
-    assert trl.dppo_defaults() == {
-        "divergence_type": "binary_tv",
-        "epsilon": 0.15,
-        "epsilon_high": 0.15,
-        "clip_ratio_c": DPPO_CAP,
-    }
+    config = trl.load(trl.DPPO).DPPOConfig
+    wanted = {"divergence_type": "binary_tv", "epsilon": 0.15, "epsilon_high": 0.15, "clip_ratio_c": DPPO_CAP}
+    assert wanted.items() <= defaults(config).items()
     recommended = "0.15 for TV divergence and 0.05 for KL"
-    assert recommended in " ".join((inspect.getdoc(trl.load(trl.DPPO).DPPOConfig) or "").split())
+    assert recommended in " ".join((inspect.getdoc(config) or "").split())
     for kind, width in (("tv", 0.15), ("kl", 0.05)):
         flags = f"--eps-clip {width} --eps-clip-high {width} --eps-clip-c {DPPO_CAP:g}"
         assert flags in preset_path(f"dppo-{kind}").read_text()
@@ -894,12 +871,12 @@ def keep_off_the_clip(batch: Rows) -> None:
 
 
 def test_the_defaults_of_soft_objectives_are_those_of_their_owners():
-    record = {name: SURROGATES[name].settings for name in ("sapo", "vespo")}
-    found = trl.soft_defaults()
-    assert record["sapo"] == {f"tau_{sign}": found[f"sapo_temperature_{sign}"] for sign in ("pos", "neg")}
-    assert record["vespo"] == {name: found[f"vespo_{name}"] for name in record["vespo"]}
-    assert record["sapo"] == verl.actor_defaults("tau_pos", "tau_neg") == areal.sapo_defaults()
-    width = trl.gmpo_width()
+    sapo, vespo = (SURROGATES[name].settings for name in ("sapo", "vespo"))
+    trls, verls, areals = trl.grpo_defaults(), verl.actor_defaults(), areal.actor_defaults()
+    assert vespo == {name: trls[f"vespo_{name}"] for name in vespo}
+    assert sapo == {f"tau_{sign}": trls[f"sapo_temperature_{sign}"] for sign in ("pos", "neg")}
+    assert sapo == {name: verls[name] for name in sapo} == {name: areals[f"sapo_{name}"] for name in sapo}
+    width = defaults(trl.load(trl.GMPO).GMPOConfig)["epsilon"]
     for text in (preset_path("gmpo").read_text(), " ".join(from_trl.translate("GMPOConfig()").notes)):
         assert f"--eps-clip {width} --eps-clip-high {width}" in text
 

@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow
 import pytest
 import tokenizers
 import torch
+from pyarrow import parquet
 from test_readers import event, field, framed, logged, read, reported, some_records, varint, wandb_record
 
 from mis_plugins.__main__ import main
-from mis_plugins.report import plots, survey
+from mis_plugins.report import survey
 from mis_plugins.report.beside import spell
 from mis_plugins.report.changes import changes
 from mis_plugins.report.readers import curves, files, neutral
@@ -25,12 +27,7 @@ from mis_plugins.shared import budget
 SIZE = 20
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures take most of the time of a page."""
-    for name in ("curve", "dots", "ladder"):
-        monkeypatch.setattr(plots, name, lambda *_: "")
-
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 GOOD = {
     "step": 1,
@@ -82,19 +79,9 @@ def test_a_bad_line_is_told_and_hides_no_good_one(tmp_path: Path, line: str) -> 
     assert len(told) == 1 and told[0].startswith(f"{run}: line 1: ") and len(told[0]) < 600
 
 
-def write_parquet(folder: Path, **columns: object) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.table(columns), folder / "run.parquet")
-
-
-def empty_parquet(folder: Path) -> None:
-    write_parquet(folder, behavior_log_probs=[], proximal_log_probs=[])
-
-
-def other_parquet(folder: Path) -> None:
-    write_parquet(folder, a=[1, 2])
+def table(**columns: object) -> Callable[[Path], object]:
+    """Writes a parquet of these columns."""
+    return lambda folder: parquet.write_table(pyarrow.table(columns), folder / "run.parquet")
 
 
 def text(name: str, content: str) -> Callable[[Path], object]:
@@ -107,7 +94,7 @@ NOTHING: dict[str, Callable[[Path], object]] = {
     "blank": text("run.jsonl", " \n\n"), "no byte": text("run.jsonl", ""), "no file": lambda _: None,
     "another file": text("notes.txt", "hello"), "a cut tensorboard": text("a.tfevents", "\0" * 11),
     "a pipe": lambda folder: os.mkfifo(folder / "run.jsonl"), "no wandb": text("a.wandb", "junk"),
-    "an empty parquet": empty_parquet, "another parquet": other_parquet,
+    "an empty parquet": table(behavior_log_probs=[], proximal_log_probs=[]), "another parquet": table(a=[1, 2]),
     "no parquet": text("run.parquet", "PAR1" + "x" * 99 + "PAR1"),
     **{f"curves of {values}": text("metrics.jsonl", f"{{{values}}}\n") for values in (
         '"step": 1, "kl_k3": -5', '"step": 1, "kl_k3": NaN', '"step": 1, "kl_k3": "0,1"', '"step": 1, "loss": 2',
@@ -260,9 +247,6 @@ def test_hostile_arguments_leave_the_numbers(tmp_path: Path, arguments: str) -> 
 
 def bomb(path: Path, lies: bool) -> None:
     """A parquet of 1 KB with two columns of 3 million numbers each, of which the footer may say 64."""
-    import pyarrow
-    from pyarrow import parquet
-
     size = 3_000_000
     values = pyarrow.array(torch.full((size,), -0.5).numpy())
     column = pyarrow.ListArray.from_arrays(pyarrow.array([0, size], type=pyarrow.int32()), values)

@@ -56,6 +56,7 @@ def test_what_arguments_say_of_a_config(tmp_path: Path, arguments: dict[str, Any
     assert [str(one).startswith(f"{file}: the run's own {told}") for one in problems.kept] == [True] * bool(told)
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_numbers_are_of_the_config_that_is_named(tmp_path: Path) -> None:
     """A window around 1 drops tokens, and the report says whose window it was."""
     summary(tmp_path, use_tis=True, mis={"weight": {"upper": 1.1, "bound": "mask"}})

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from pyarrow import Table, parquet
 from report_dumps import write_miles, write_rollout, write_slime, write_vime
 
 from lab.planted_runs import as_line
@@ -288,18 +289,13 @@ def test_a_broken_line_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
     write_lines(tmp_path / "run.jsonl", some_records())
     rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "run.parquet")
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "run.parquet")
     assert_alike(read(tmp_path / "run.parquet")[0], some_records())
 
 
 def test_a_damaged_page_of_parquet_is_told_by_its_checksum(tmp_path: Path) -> None:
-    from pyarrow import Table, parquet
-
     file = tmp_path / "run.parquet"
     rows = [{"behavior_log_probs": [-1 - place / 64] * 9, "proximal_log_probs": [-1.0] * 9} for place in range(64)]
     parquet.write_table(

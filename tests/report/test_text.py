@@ -11,6 +11,8 @@ from test_readers import read, reported, some_records
 
 from mis_plugins.report.record import from_mapping
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 def tokenizer(folder: Path) -> Path:
     """A tokenizer of forty words, as a host writes it into the folder of its dump."""

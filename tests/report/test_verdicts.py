@@ -6,7 +6,7 @@ import json
 import math
 import re
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,12 +15,13 @@ from typing import Any
 import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from report_dumps import write_miles, write_rollout, write_slime
 from test_readers import event, read, reported, some_records, write_lines
 from test_report import PLAIN, surveyed
 
 from lab import planted_runs as plants
-from lab.planted_runs import IN_RECORDINGS, clean, drawn, planted_in_recording, recorded, records, sampled
+from lab.planted_runs import IN_RECORDINGS, as_line, clean, drawn, planted_in_recording, recorded, records, sampled
 from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import InputError
@@ -52,6 +53,7 @@ from mis_plugins.shared.budget import STEPS, RecordError
 
 ROOT = Path(__file__).parents[2]
 NEEDED = BEHAVIOR, PROXIMAL = "behavior_log_probs", "proximal_log_probs"
+without_pictures = pytest.mark.usefixtures("no_pictures")
 
 
 # Never calm about nothing.
@@ -74,6 +76,7 @@ BROKEN_FILES: dict[str, tuple[str, bytes | None]] = {
 }  # fmt: skip
 
 
+@without_pictures
 @pytest.mark.parametrize(("name", "content"), BROKEN_FILES.values(), ids=BROKEN_FILES)
 def test_a_broken_file_beside_good_ones_is_never_calm(name: str, content: bytes | None, tmp_path: Path) -> None:
     bad = run_of_bf16(tmp_path / "run") / name
@@ -96,10 +99,11 @@ def test_a_proposal_tells_at_how_many_places_a_run_was_not_read(
     assert "not read at 4 places\n" in capsys.readouterr().out
 
 
+@without_pictures
 @pytest.mark.parametrize("name", [PROXIMAL, "loss_mask"])
 def test_a_run_whose_last_steps_hold_nothing_to_compare_is_never_calm(name: str, tmp_path: Path) -> None:
     column = {PROXIMAL: math.nan, "loss_mask": False}[name]
-    late = [replace(one, **{name: torch.full_like(getattr(one, name), column)}) for one in BF16 if one.step >= 6]
+    late = changed([one for one in BF16 if one.step >= 6], name, lambda x: torch.full_like(x, column))
     write_lines(tmp_path / "run.jsonl", [one for one in BF16 if one.step < 6] + late)
     verdict = reported(tmp_path / "run.jsonl")[1]["verdict"]
     words = f"{FIRST} was last known at step 5, and the steps go on to 7."
@@ -117,6 +121,12 @@ def test_another_files_lines_are_told_and_lose_nothing(tmp_path: Path) -> None:
     assert code == 0 and told["verdict"]["level"] == CALM and len(told["problems"]) == 2
 
 
+def read_as_one(path: Path) -> str:
+    """What the verdict tells of files that hold the same steps; an empty text where it tells nothing of any."""
+    return reported(path)[1]["verdict"]["parts"].get("Read as one run", "")
+
+
+@without_pictures
 @pytest.mark.parametrize("names", [("a.jsonl", "b.jsonl"), ("a/run.jsonl", "b/run.jsonl")])
 def test_files_that_hold_the_same_steps_are_told(
     names: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -124,31 +134,29 @@ def test_files_that_hold_the_same_steps_are_told(
     files = [tmp_path / "run" / name for name in names]
     for file in files:
         run_of_bf16(file.parent, file.name)
-    _, told = reported(tmp_path / "run")
-    assert " and ".join(map(str, files)) in told["verdict"]["parts"]["Read as one run"]
+    assert " and ".join(map(str, files)) in read_as_one(tmp_path / "run")
     capsys.readouterr()
     main(["config", "suggest", str(tmp_path / "run")])
     assert f"# steps stand twice, or have no number, in {files[0]}" in capsys.readouterr().out
-    assert "Read as one run" not in reported(files[0])[1]["verdict"]["parts"]
+    assert not read_as_one(files[0])
     late = [replace(one, step=step) for step in (0, 2, 1, 3) for one in BF16[:16]]
     write_lines(files[0], late)  # which asynchronous rollouts may be
-    assert "Read as one run" not in reported(files[0])[1]["verdict"]["parts"]
+    assert not read_as_one(files[0])
     write_lines(files[0], [*BF16, *BF16[:64]])  # a run that starts anew, and goes on in one file
-    assert str(files[0]) in reported(files[0])[1]["verdict"]["parts"]["Read as one run"]
+    assert str(files[0]) in read_as_one(files[0])
 
 
+@without_pictures
 @pytest.mark.parametrize("write", [write_miles, write_slime])
 def test_folders_that_hold_the_same_rollout_are_told(write: Callable[..., None], tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path / "runs" / name, some_records())
-    _, told = reported(tmp_path / "runs")
     folders = [str(tmp_path / "runs" / name / "train_data") for name in ("a", "b")]
-    assert " and ".join(folders) in told["verdict"]["parts"]["Read as one run"]
+    assert " and ".join(folders) in read_as_one(tmp_path / "runs")
     for file in (tmp_path / "runs" / "b").glob("**/*.pt"):
         file.rename(tmp_path / "runs" / "a" / "train_data" / f"b_{file.name}")  # by another template
     first = min((tmp_path / "runs").glob("a/**/3*.pt"))
-    twins = f"{first} and {first.with_name(f'b_{first.name}')}"
-    assert twins in reported(tmp_path / "runs")[1]["verdict"]["parts"]["Read as one run"]
+    assert f"{first} and {first.with_name(f'b_{first.name}')}" in read_as_one(tmp_path / "runs")
 
 
 def test_a_folder_for_each_rank_is_one_run(tmp_path: Path) -> None:
@@ -156,7 +164,7 @@ def test_a_folder_for_each_rank_is_one_run(tmp_path: Path) -> None:
     for file in (tmp_path / "train_data").glob("*.pt"):
         (tmp_path / file.stem).mkdir()
         file.rename(tmp_path / file.stem / "3.pt")
-    assert "Read as one run" not in reported(tmp_path)[1]["verdict"]["parts"]
+    assert not read_as_one(tmp_path)
 
 
 def rows_of(values: Sequence[Any], start: int = 0, name: str = "kl_k3", **more: Any) -> list[dict[str, Any]]:
@@ -174,81 +182,73 @@ def judged(folder: Path, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return reported(write_log(folder, rows))[1]["verdict"]
 
 
-@pytest.mark.parametrize("text", ["NaN", "Infinity"])
-def test_a_number_that_wandb_writes_as_text_is_read(text: str, tmp_path: Path) -> None:
-    verdict = judged(tmp_path, rows_of([*[0.001] * 9, text]))
-    assert verdict["measured"] and verdict["level"] != CALM and "at step 9" in verdict["headline"]
-
-
 RESTARTED = rows_of([*[1e-3] * 60, *[0.2] * 30])  # a run that is started again from step 50
+OF_HOOKS = "train/mis_k3_kl"
+# Miles's own, prime-rl's, verl's where the actor computes it, and SkyRL's of a loss.
+WHOLE_NAMES = (
+    "train/train_rollout_kl", "mismatch_kl/all/mean", "actor/rollout_corr/k3_kl", "policy/loss_metrics/is_ratio_mean",
+)  # fmt: skip
+# Rows, the level where something is measured, how the headline reads, and what the lines hold besides.
+LOGS: dict[str, tuple[Sequence[Mapping[str, Any]], str | None, str, str]] = {
+    **{f"{text}, which wandb writes as text": (rows_of([*[0.001] * 9, text]), level, ".* at step 9", "")
+       for text, level in (("NaN", WATCH), ("Infinity", ALARM))},
+    **{f"a small {name} by our hook's name": (
+        [row | {f"train/{name}": 0.02} for row in rows_of([1e-3] * 9, name=OF_HOOKS)],
+        WATCH, ".* is 0.02, below 0.5, at step 8", "",
+    ) for name in ("mis_kept_fraction", "mis_ess_mb", "mis_step/ess")},
+    **{f"{first} and {other} by two names of one number, of which the one beyond its limit counts": (
+        [{"step": step, "train/mis_step/kl_k3": first, OF_HOOKS: other} for step in range(9)], ALARM, "", "",
+    ) for first, other in ((0.3, 1e-3), (1e-3, 0.3))},
+    **{f"a package's whole name {name}": (rows_of([1.3] * 9, name=name), level, "Last seen beyond its limit", "")
+       for name, level in zip(WHOLE_NAMES, (ALARM, ALARM, ALARM, WATCH), strict=True)},
+    **{f"another name with {name} in it": (rows_of([1.3] * 9, name=f"eval/{name}"), None, "", "")
+       for name in WHOLE_NAMES},
+    # With --use-rollout-logprobs Miles compares the engine's log-probs with themselves.
+    "0 by Miles's own name": (rows_of([0.0] * 9, name=WHOLE_NAMES[0]), None, "", ""),
+    "0 by Miles's own name, beside ours": (
+        [row | {WHOLE_NAMES[0]: 0.0} for row in rows_of([1e-3] * 9, name=OF_HOOKS)], CALM, "", "kl_k3 is 0.001",
+    ),
+    "0 by Miles's own name of a run that was on policy": (
+        rows_of([*[0.0] * 6, *[1e-3] * 3], name=WHOLE_NAMES[0]),
+        WATCH, "Since when: kl_k3 rose from 0 to 0.001 at step 6", "",
+    ),
+    "no step, so that the names of steps are told": (
+        [{"epoch": 1, OF_HOOKS: 0.3}], None, ".*name it by one of rollout, step", "",
+    ),
+    "rows of their own for two names of a number, as tensorboard writes them": (
+        [row for name in ("train/mis_step/kl_k3", OF_HOOKS) for row in rows_of([1e-3] * 9, name=name)], CALM, "", "",
+    ),
+    "rows of evaluations, which count by their own step": (
+        [row | {"_step": place} for place, row in enumerate(
+            row for step in range(100)
+            for row in ({"train/step": step, OF_HOOKS: 1e-3}, {"eval/step": step, "eval/score": 0.5})
+        )], CALM, "", "",
+    ),
+    "a number of every twentieth step": (
+        [{"step": step, "loss" if step % 20 else "kl_k3": 1e-3} for step in range(100)], CALM, "", "",
+    ),
+    "a mapping beside the numbers of a row": (rows_of([1e-3] * 9, data={"source": "gsm8k"}), CALM, "", ""),
+}  # fmt: skip
 
 
+@without_pictures
+@pytest.mark.parametrize(("rows", "level", "headline", "words"), LOGS.values(), ids=LOGS)
+def test_a_log_is_judged(
+    rows: Sequence[Mapping[str, Any]], level: str | None, headline: str, words: str, tmp_path: Path
+) -> None:
+    verdict = judged(tmp_path, rows)
+    assert (verdict["measured"], verdict["level"]) == (level is not None, level or ALARM)
+    assert re.match(headline, verdict["headline"]) and words in " ".join(verdict["lines"])
+    assert level != CALM or "Logged again" not in verdict["parts"]
+
+
+@without_pictures
 @pytest.mark.parametrize("steps", [30, 50])
 def test_a_run_that_starts_anew_is_judged_by_its_last_start_and_tells_the_first(steps: int, tmp_path: Path) -> None:
     verdict = judged(tmp_path, [*RESTARTED, *rows_of([1e-3] * steps, 50)])
     before = "Beyond its limit before: kl_k3 is 0.2, above 0.01, at step 60 (30 of "
     assert verdict["level"] == WATCH and verdict["headline"].startswith(before)
     assert "numbers of 40 steps from step 50 on give way to later rows" in verdict["parts"]["Logged again"]
-
-
-@pytest.mark.parametrize("name", ["mis_kept_fraction", "mis_ess_mb", "mis_step/ess"])
-def test_a_correction_that_leaves_little_is_told_by_our_hooks_names(name: str, tmp_path: Path) -> None:
-    rows = [row | {f"train/{name}": 0.02} for row in rows_of([1e-3] * 9, name="train/mis_k3_kl")]
-    verdict = judged(tmp_path, rows)
-    assert verdict["level"] == WATCH and "is 0.02, below 0.5, at step 8" in verdict["headline"]
-
-
-@pytest.mark.parametrize("levels", [(0.3, 1e-3), (1e-3, 0.3)])
-def test_of_two_names_of_one_number_the_one_beyond_its_limit_counts(levels: Sequence[float], tmp_path: Path) -> None:
-    row = dict(zip(("train/mis_step/kl_k3", "train/mis_k3_kl"), levels, strict=True))
-    assert judged(tmp_path, [row | {"step": step} for step in range(9)])["level"] == ALARM
-
-
-NAMES = (
-    "train/train_rollout_kl",
-    "mismatch_kl/all/mean",
-    "actor/rollout_corr/k3_kl",
-    "policy/loss_metrics/is_ratio_mean",
-)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_number_is_read_by_the_whole_name_that_a_package_logs(name: str, tmp_path: Path) -> None:
-    """Miles's own, prime-rl's, verl's where the actor computes it, and SkyRL's of a loss."""
-    assert judged(tmp_path, rows_of([1.3] * 9, name=name))["headline"].startswith("Last seen beyond its limit")
-    assert not judged(tmp_path, rows_of([1.3] * 9, name=f"eval/{name}"))["measured"]
-
-
-def test_miles_kl_of_0_measures_nothing(tmp_path: Path) -> None:
-    """With --use-rollout-logprobs Miles compares the engine's log-probs with themselves."""
-    assert not judged(tmp_path, rows_of([0.0] * 9, name="train/train_rollout_kl"))["measured"]
-    beside = [row | {"train/train_rollout_kl": 0.0} for row in rows_of([1e-3] * 9, name="train/mis_k3_kl")]
-    assert "kl_k3 is 0.001" in judged(tmp_path, beside)["parts"]["How large"]
-    broken = rows_of([*[0.0] * 6, *[1e-3] * 3], name="train/train_rollout_kl")  # of a run that was on policy
-    assert judged(tmp_path, broken)["headline"].startswith("Since when: kl_k3 rose from 0 to 0.001 at step 6")
-
-
-CALM_LOGS = {
-    "rows of their own for two names of a number, as tensorboard writes them": [
-        row for name in ("train/mis_step/kl_k3", "train/mis_k3_kl") for row in rows_of([1e-3] * 9, name=name)
-    ],
-    "rows of evaluations, which count by their own step": [
-        row | {"_step": place}
-        for place, row in enumerate(
-            row
-            for step in range(100)
-            for row in ({"train/step": step, "train/mis_k3_kl": 1e-3}, {"eval/step": step, "eval/score": 0.5})
-        )
-    ],
-    "a number of every twentieth step": [{"step": step, "loss" if step % 20 else "kl_k3": 1e-3} for step in range(100)],
-    "a mapping beside the numbers of a row": rows_of([1e-3] * 9, data={"source": "gsm8k"}),
-}
-
-
-@pytest.mark.parametrize("rows", CALM_LOGS.values(), ids=CALM_LOGS)
-def test_the_log_of_a_calm_run_is_calm(rows: Sequence[Mapping[str, Any]], tmp_path: Path) -> None:
-    verdict = judged(tmp_path, rows)
-    assert verdict["level"] == CALM and "Logged again" not in verdict["parts"]
 
 
 def test_a_rise_below_the_limit_beside_calm_tokens_is_calm(tmp_path: Path) -> None:
@@ -333,6 +333,7 @@ def test_a_folder_with_an_evaluation_alone_says_what_its_dump_lacks(tmp_path: Pa
     assert code == 2 and "holds the engine's log-probs alone" in told["verdict"]["headline"]
 
 
+@without_pictures
 @pytest.mark.parametrize("kind", ["tokens", "few tokens", "curves", "an empty file"])
 def test_a_file_that_the_run_still_writes_raises_no_alarm(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -401,8 +402,6 @@ def test_rows_that_are_all_rejected_are_no_verdict(
     rows = [{"behaviour_log_probs": [-0.5] * 20, "proximal_log_probs": [-0.5] * 20, "step": 0}] * 24
     run = tmp_path / f"run.{ending}"
     if ending == "parquet":
-        from pyarrow import parquet
-
         parquet.write_table(pyarrow.Table.from_pylist(rows), run)
     else:
         run.write_text("".join(json.dumps(one) + "\n" for one in rows))
@@ -418,25 +417,14 @@ CLEAN = records(recorded("bf16", 1))
 OF_CURVES = [json.dumps({"train/step": step, f"train/mis_step/{FIRST}": 1e-3}) for step in range(300)]
 
 
-def torn_lines(run: Path) -> None:
-    write_lines(run / "rows", CLEAN)
-    packed = gzip.compress((run / "rows").read_bytes())
-    (run / "rows").unlink()
-    (run / "run.jsonl.gz").write_bytes(packed[:60_000])
+def torn(file: Path, lines: Iterable[str], size: int) -> None:
+    """Write the first bytes of packed lines."""
+    file.write_bytes(gzip.compress("\n".join(lines).encode())[:size])
 
 
 def rejected_beside_curves(run: Path) -> None:
     (run / "run.jsonl").write_text(f"{BROKEN}\n" * 24)
     (run / "metrics.jsonl").write_text('{"step": 0, "kl_k3": 0.001}\n')
-
-
-def torn_curves(run: Path) -> None:
-    packed = gzip.compress("\n".join(OF_CURVES).encode())
-    (run / "metrics.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-
-
-def lost_rows(run: Path) -> None:
-    (run / "metrics.jsonl").write_text("\n".join(row if at % 6 == 0 else row[:20] for at, row in enumerate(OF_CURVES)))
 
 
 def torn_dump(run: Path) -> None:
@@ -446,33 +434,44 @@ def torn_dump(run: Path) -> None:
 
 
 AGREES = "What was read agrees as well as a healthy run, but "
-IN_PART: dict[Callable[[Path], None], tuple[str, str]] = {
-    rejected_beside_curves: ("Tokens were not read: 24 of 24 records were rejected.", ""),
-    lambda run: write_lines(run / "run.jsonl", CLEAN, *[BROKEN] * 40): (
-        f"{AGREES}40 of 168 records were rejected.", "Not read: 40 of 168 records were rejected"
+IN_PART: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "rejected records beside curves": (
+        rejected_beside_curves, "Tokens were not read: 24 of 24 records were rejected.", ""
     ),
-    torn_lines: (f"{AGREES}a file broke off, or is empty.", "Not read to the end: "),
-    torn_dump: (f"{AGREES}a file broke off, or is empty.", "Not read to the end: "),
-    torn_curves: ("Not read to the end: ", ""),
-    lost_rows: ("Not read: 250 of 300 rows of the curves.", ""),
+    "rejected records beside others": (
+        lambda run: write_lines(run / "run.jsonl", CLEAN, *[BROKEN] * 40),
+        f"{AGREES}40 of 168 records were rejected.", "Not read: 40 of 168 records were rejected",
+    ),
+    "torn lines": (
+        lambda run: torn(run / "run.jsonl.gz", map(as_line, CLEAN), 60_000),
+        f"{AGREES}a file broke off, or is empty.", "Not read to the end: ",
+    ),
+    "a torn dump": (torn_dump, f"{AGREES}a file broke off, or is empty.", "Not read to the end: "),
+    "torn curves": (lambda run: torn(run / "metrics.jsonl.gz", OF_CURVES, 412), "Not read to the end: ", ""),
+    "torn rows of curves": (
+        lambda run: (run / "metrics.jsonl").write_text(
+            "\n".join(row if at % 6 == 0 else row[:20] for at, row in enumerate(OF_CURVES))
+        ), "Not read: 250 of 300 rows of the curves.", "",
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("write", "said"), IN_PART.items())
+@without_pictures
+@pytest.mark.parametrize(("write", "headline", "line"), IN_PART.values(), ids=IN_PART)
 def test_what_was_read_in_part_is_not_calm(
-    tmp_path: Path, write: Callable[[Path], None], said: tuple[str, str]
+    tmp_path: Path, write: Callable[[Path], object], headline: str, line: str
 ) -> None:
     (tmp_path / "run").mkdir()
     write(tmp_path / "run")
     code, made = reported(tmp_path / "run")
     assert code == 0 and made["verdict"]["level"] == WATCH
-    headline, line = said
     assert made["verdict"]["headline"].startswith(headline)
     assert any(one.startswith(line) for one in made["verdict"]["lines"]) and "Why" not in made["verdict"]["parts"]
     if line:
         assert "mend the files and records that were not read" in (tmp_path / "out" / "report.html").read_text()
 
 
+@without_pictures
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
@@ -496,6 +495,7 @@ def test_a_file_of_which_nothing_is_read_says_what_is_wrong(
 COLUMNS = {"rollout_log_probs": "rollout_logprobs", "log_probs": "old_log_probs"}
 
 
+@without_pictures
 @pytest.mark.parametrize(
     ("write", "key", "misspelt"),
     [
@@ -523,6 +523,7 @@ def renamed(value: Any, keys: Mapping[str, str]) -> Any:
     return [renamed(inner, keys) for inner in value] if isinstance(value, list) else value
 
 
+@without_pictures
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 def test_packed_lines_are_read(tmp_path: Path, ending: str) -> None:
     write_lines(tmp_path / "run.jsonl", records(recorded("fp8", 1)))
@@ -855,8 +856,7 @@ def test_responses_without_a_token_in_the_loss_are_told() -> None:
 
 
 def test_zeros_alone_are_no_log_probs() -> None:
-    zeros = [replace(one, behavior_log_probs=torch.zeros(one.size), proximal_log_probs=torch.zeros(one.size))
-             for one in BF16]  # fmt: skip
+    zeros = changed(changed(BF16, BEHAVIOR, torch.zeros_like), PROXIMAL, torch.zeros_like)
     found = verdict(surveyed(zeros), None)
     assert not found.measured and found.headline.startswith("Nothing was measured: all log-probs of the ")
 
@@ -929,7 +929,15 @@ def test_a_ranking_beats_readmes_row_beyond_its_interval_alone() -> None:
 INT5, FP8 = records(recorded("int5", 3)), records(recorded("fp8", 3))
 TEMPERED = records(sampled(plants._temperature(drawn(7, "bf16"), 0.7)))
 MADE = records(sampled(drawn(8, "bf16")))
-TEMPERED_MADE = records(sampled(plants._temperature(drawn(8, "bf16"), 0.7)))
+
+
+def made_with(plant: str, size: float) -> list[Record]:
+    """The made-up run with one of `OF_LOGITS`, of this size."""
+    plant_in, _ = plants.OF_LOGITS[plant]
+    return records(sampled(plant_in(drawn(8, "bf16"), size)))
+
+
+TEMPERED_MADE = made_with("temperature", 0.7)
 FEW = [
     replace(one, **{name: getattr(one, name)[-60:] for name in (*NEEDED, "loss_mask")})
     for one in BF16 if one.size >= 60
@@ -966,40 +974,25 @@ def shifted_behind_a_tool(rows: Sequence[Record], share: float = 0.5) -> list[Re
     return [replace(one, loss_mask=mask, proximal_log_probs=x) for one, mask, x in zip(rows, masks, late, strict=True)]
 
 
-def certain_in_part(rows: Sequence[Record]) -> list[Record]:
-    """A third of the responses are certain to the engine, and nearly so to the trainer."""
-    noise = torch.Generator().manual_seed(5)
-    near = [-0.05 * torch.randn(one.size, generator=noise).abs() for one in rows]
-    sure = [
-        replace(one, behavior_log_probs=torch.zeros(one.size), proximal_log_probs=x)
-        for one, x in zip(rows, near, strict=True)
-    ]
-    return [sure[place] if place % 3 == 0 else one for place, one in enumerate(rows)]
-
-
 def at_steps(bad: set[int], steps: int) -> list[Record]:
     """A run whose engine is int5 at some steps alone."""
     at = [place * steps // len(BF16) for place in range(len(BF16))]
     return [replace((INT5 if step in bad else BF16)[place], step=step) for place, step in enumerate(at)]
 
 
-def few_at(rows: Sequence[Record], step: int) -> Record:
-    """A few tokens of a response, far apart on both sides."""
-    column = torch.full((4,), -1.0)
-    return from_mapping({BEHAVIOR: [-1.0] * 3 + [-1.5], PROXIMAL: (column - 2).tolist()}, step, rows[0].sample)
+FAR_APART = from_mapping({BEHAVIOR: [-1.0, -1.0, -1.0, -1.5], PROXIMAL: [-3.0] * 4}, 8, BF16[0].sample)
 
 
 def in_one_place() -> list[Record]:
+    """The trainer's log-probs are lower from position 60 on."""
     noise = torch.Generator().manual_seed(2)
-    late = [torch.randn(one.size, generator=noise).abs() * (torch.arange(one.size) >= 60) for one in BF16]
-    return [
-        replace(one, proximal_log_probs=one.proximal_log_probs - 0.8 * x) for one, x in zip(BF16, late, strict=True)
-    ]
+    late = lambda size: torch.randn(size, generator=noise).abs() * (torch.arange(size) >= 60)  # noqa: E731
+    return changed(BF16, PROXIMAL, lambda column: column - 0.8 * late(len(column)))
 
 
 def of_versions() -> list[Record]:
     """Every second response by an older version, and no word of the trainer's own version."""
-    rows = [(INT5 if place % 2 else BF16)[place] for place in range(len(BF16))]
+    rows = in_part(INT5, BF16, 2)
     ages = [torch.full((one.size,), one.step + 3 * (1 - place % 2)) for place, one in enumerate(rows)]
     return [replace(one, versions=age) for one, age in zip(rows, ages, strict=True)]
 
@@ -1011,12 +1004,6 @@ def with_flips(share: float = 0.03) -> list[Record]:
         moved = one.proximal_log_probs + flips * 2 * torch.randn(one.size, generator=noise)
         rows.append(replace(one, route_differs=flips, proximal_log_probs=moved.clamp(max=-1e-6)))
     return rows
-
-
-def with_placeholders(rows: Sequence[Record]) -> list[Record]:
-    """Five responses of which the engine's least likely token has a log-prob of 0."""
-    filled = changed(rows[:5], "behavior_log_probs", lambda column: column.index_fill(0, column.argmin(), 0.0))
-    return [*filled, *rows[5:]]
 
 
 def with_one_permuted(rows: Sequence[Record]) -> list[Record]:
@@ -1040,11 +1027,15 @@ TEMPERED_AT = {at: sampled(plants._temperature(drawn(8, "bf16"), at)) for at in 
 TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "one bad step of sixteen": (lambda: at_steps({7}, 16), ["jump"]),
     "a step of few tokens between two levels": (
-        lambda: [*at_steps({*range(8, 16)}, 16)[:128], few_at(BF16, 8), *at_steps({*range(8, 16)}, 16)[128:]], ["jump"]
+        lambda: [*at_steps({*range(8, 16)}, 16)[:128], FAR_APART, *at_steps({*range(8, 16)}, 16)[128:]], ["jump"]
     ),
     "a bad first step": (lambda: at_steps({0}, 16), ["jump"]),
     "a bad last step": (lambda: at_steps({15}, 16), ["jump"]),
-    "a temperature and five placeholders": (lambda: with_placeholders(TEMPERED), ["temperature", "placeholder"]),
+    "a temperature and, at the engine's least likely tokens of five responses, placeholders": (
+        lambda: [*changed(TEMPERED[:5], BEHAVIOR, lambda column: column.index_fill(0, column.argmin(), 0.0)),
+                 *TEMPERED[5:]],
+        ["temperature", "placeholder"],
+    ),
     "a temperature and a changed response": (lambda: with_one_permuted(TEMPERED), ["temperature", "changed-response"]),
     "a temperature and a template": (
         lambda: records(sampled(plants._template(plants._temperature(drawn(8, "bf16"), 0.9), 0.25))),
@@ -1092,19 +1083,17 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
         lambda: in_part(FEW, changed(FEW, PROXIMAL, less(10.0, 1)), 2), ["end-token"]
     ),
     "ends of which the trainer is as good as certain that they do not come": (
-        lambda: records(sampled(plants._end_token(drawn(8, "bf16"), 32.0))), ["end-token"]
+        lambda: made_with("end-token", 32.0), ["end-token"]
     ),
     "ends that an eighth of the responses lost": (
-        lambda: in_part(MADE, records(sampled(plants._end_token(drawn(8, "bf16"), 12.0)))), ["end-token"]
+        lambda: in_part(MADE, made_with("end-token", 12.0)), ["end-token"]
     ),
     "the last two tokens of a template": (lambda: changed(BF16, PROXIMAL, less(8.0, 2)), ["end-token"]),
-    "a template in an eighth of the responses": (
-        lambda: in_part(MADE, records(sampled(plants._template(drawn(8, "bf16"), 0.8)))), ["template"]
-    ),
+    "a template in an eighth of the responses": (lambda: in_part(MADE, made_with("template", 0.8)), ["template"]),
     "few routes that differ": (lambda: with_flips(0.01), ["route"]),
-    "raw log-probs": (lambda: records(sampled(plants._raw(drawn(8, "bf16"), 0.6))), ["raw-log-probs"]),
+    "raw log-probs": (lambda: made_with("raw-log-probs", 0.6), ["raw-log-probs"]),
     "raw log-probs of every second response": (
-        lambda: in_part(MADE, records(sampled(plants._raw(drawn(8, "bf16"), 0.6))), 2), ["raw-log-probs"]
+        lambda: in_part(MADE, made_with("raw-log-probs", 0.6), 2), ["raw-log-probs"]
     ),
     "a turn behind a tool's answer, shifted in a quarter of the responses": (
         lambda: in_part(BF16, shifted_behind_a_tool(BF16), 4), ["different-tokens"]
@@ -1164,7 +1153,7 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
         lambda: in_part(records(recorded("bf16", 0)), records(recorded("int6", 0)), 16), ["precision"]
     ),
     "one engine of sixteen with other weights": (
-        lambda: in_part(MADE, records(sampled(plants._other_weights(drawn(8, "bf16"), 1.0))), 16), ["other-weights"]
+        lambda: in_part(MADE, made_with("other-weights", 1.0), 16), ["other-weights"]
     ),
 }  # fmt: skip
 
@@ -1195,7 +1184,11 @@ def test_of_a_temperature_beside_top_p_one_says_that_it_may_hide_the_other(tempe
 
 
 def test_responses_that_the_engine_is_certain_of_belong_to_no_other_tokens() -> None:
-    found = {one.name for one in surveyed(certain_in_part(BF16)).findings}
+    """The engine is certain of a third of the responses, and the trainer nearly so."""
+    noise = torch.Generator().manual_seed(5)
+    sure = changed(BF16, BEHAVIOR, torch.zeros_like)
+    sure = changed(sure, PROXIMAL, lambda column: -0.05 * torch.randn(len(column), generator=noise).abs())
+    found = {one.name for one in surveyed(in_part(BF16, sure, 3)).findings}
     assert not found & {"changed-response", "different-tokens", "pairing"}
 
 
@@ -1208,8 +1201,7 @@ def test_a_turn_of_several_is_of_other_tokens_at_half_the_correlation_alone(turn
 
 
 def test_a_level_that_dips_at_one_step_is_no_jump() -> None:
-    dipped = changed(BF16[40:48], PROXIMAL, lambda column: column)
-    dipped = [replace(one, proximal_log_probs=one.behavior_log_probs + 1e-4) for one in dipped]
+    dipped = [replace(one, proximal_log_probs=one.behavior_log_probs + 1e-4) for one in BF16[40:48]]
     rows = [replace(one, step=place // 8) for place, one in enumerate([*BF16[:40], *dipped, *BF16[48:]])]
     assert not surveyed(rows).findings
 
@@ -1255,11 +1247,6 @@ def test_a_sample_that_is_no_object_is_rejected_alone(tmp_path: Path) -> None:
 )
 def test_a_key_of_another_thing_is_no_misspelling(needed: str, key: str) -> None:
     assert "rename" not in lacking([needed], [key])
-
-
-def test_numbers_without_a_step_are_told_with_the_names_of_steps(tmp_path: Path) -> None:
-    verdict = judged(tmp_path, [{"epoch": 1, "train/mis_k3_kl": 0.3}])
-    assert not verdict["measured"] and "name it by one of rollout, step" in verdict["headline"]
 
 
 def test_an_output_that_is_a_file_is_refused_before_the_work(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -4,12 +4,15 @@ It widens its arguments to float32 itself, so that its answer carries a float32 
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
-from peers.loading import Peer, load
+from mis_plugins.explain.translate.areal import translate
+from peers.loading import Peer, defaults, load
 from peers.rows import Metric, Rows
 
 BARE = ("areal", "areal.api", "areal.utils", "areal.utils.functional")
@@ -26,17 +29,10 @@ ACTOR = Peer(
 TRACKER = Peer("areal.utils.stats_tracker", BARE, ABSENT)
 
 
-def help_of(key: str) -> str:
-    return _said(key, "help")
-
-
-def choices_of(key: str) -> list[str]:
-    return _said(key, "choices")
-
-
-def _said(key: str, what: str) -> Any:
+def said_of(key: str) -> Mapping[str, Any]:
+    """What its config says of a key of rejection sampling: `help`, and `choices`."""
     fields = dataclasses.fields(load(CONFIG).RejectionSamplingConfig)
-    return next(field.metadata[what] for field in fields if field.name == key)
+    return next(field.metadata for field in fields if field.name == key)
 
 
 def settings(**keys: Any) -> Any:
@@ -71,10 +67,9 @@ def sapo_loss(batch: Rows, target: Tensor, old: Tensor, level: str, **taus: floa
     )[0]  # fmt: skip
 
 
-def sapo_defaults() -> dict[str, Any]:
+def actor_defaults() -> dict[str, Any]:
     """What its actor's config sets where the user sets nothing."""
-    fields = {field.name: field.default for field in dataclasses.fields(load(CONFIG).PPOActorConfig)}
-    return {name: fields[f"sapo_{name}"] for name in ("tau_pos", "tau_neg")}
+    return defaults(load(CONFIG).PPOActorConfig)
 
 
 def m2po_mask(batch: Rows, threshold: float) -> Tensor:
@@ -105,23 +100,11 @@ def metric_table(config: Any) -> dict[str, Metric]:
     }
 
 
-def mapping_of(config: Any) -> dict:
-    """Our words for the settings that we can say: a ratio, or masking by k1 or k2; a clamp is as its help says."""
-    over = "token" if config.level == "token" else config.agg
-    if config.metric == "ratio":
-        level = "token" if config.level == "token" else "geometric"
-        if config.action == "clamp":
-            bound = {"bound": "clip", "lower": config.lower or 0.0}
-            return {"weight": {"level": level, "upper": config.upper, **bound}}
-        rule = {"statistic": "ratio", "over": over, "lower": config.lower, "upper": config.upper}
-        return {"weight": {"level": level, "bound": "none"}, "reject": [rule]}
-    return {"weight": {"level": "token", "bound": "none"}, "reject": [divergence_rule(config, over)]}
+def mapping_of(block: Mapping[str, Any]) -> dict:
+    """What `config from-areal` makes of a file's `actor.rejection_sampling`.
 
-
-def divergence_rule(config: Any, over: str) -> dict:
-    """Its k1 is log pi_old - log mu, of which ours is the negative."""
-    if config.metric == "kl_k2":
-        return {"statistic": "k2", "over": over, "lower": config.lower, "upper": config.upper}
-    over = {"max": "min"}.get(over, over)
-    low = None if config.lower is None else -config.lower
-    return {"statistic": "k1", "over": over, "lower": -config.upper, "upper": low}
+    Raises:
+        ConfigError: for settings that the command refuses.
+    """
+    tree = {"actor": {"use_decoupled_loss": True, "rejection_sampling": dict(block)}}
+    return {"weight": None, "reject": []} | dict(translate(yaml.safe_dump(tree)).mis)

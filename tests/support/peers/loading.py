@@ -7,6 +7,7 @@ touch. So the packages around it (`bare`) are entered without running their `__i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.abc
@@ -157,6 +158,11 @@ def bare(kind: Any, **fields: Any) -> Any:
     made = object.__new__(kind)
     vars(made).update(fields)
     return made
+
+
+def defaults(kind: Any) -> dict[str, Any]:
+    """What a peer's config of this class sets where the user sets nothing."""
+    return {field.name: field.default for field in dataclasses.fields(kind)}
 
 
 @functools.cache

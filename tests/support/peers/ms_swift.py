@@ -1,6 +1,5 @@
 """ms-swift 4.6.0: the GRPO trainer's file with TRL behind it, without models, templates, rewards and data sets."""
 
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +8,8 @@ import yaml
 from torch import Tensor
 
 from mis_plugins.explain.translate.ms_swift import translate
-from peers import verl
-from peers.loading import Peer, bare, load
+from peers import trl, verl
+from peers.loading import Peer, load
 from peers.rows import Metric, Rows
 
 ELSEWHERE = ("dataset", "rewards", "rl_core", "sequence_parallel", "template",
@@ -30,30 +29,21 @@ def method(name: str) -> Any:
 
 
 def bare_trainer(**settings: Any) -> Any:
-    """An instance that was never initialized, with what the methods read."""
+    """An instance that was never initialized, with what the methods read, of which TRL's trainer has the most."""
     state = dict(
         rollout_importance_sampling_mode=None,
         rollout_importance_sampling_threshold=2.0,
         disable_rollout_importance_sampling=False,
         log_rollout_offpolicy_metrics=False,
         off_policy_sequence_mask_delta=None,
-        accelerator=SimpleNamespace(gather_for_metrics=lambda x: x, num_processes=1),
-        model=SimpleNamespace(training=True),
-        _metrics={"train": defaultdict(list)},
-        args=SimpleNamespace(delta=None),
         compute_entropy=False,
         overlong_filter=False,
         kl_in_reward=False,
         _has_teacher=False,
-        importance_sampling_level="token",
-        beta=0.0,
-        epsilon_low=0.2,
-        epsilon_high=0.28,
-        loss_type="grpo",
         sdar_loss_coef=0.0,
         chord_sft_iterator=None,
     )
-    return bare(load(TRAINER).GRPOTrainer, **state | settings)
+    return trl.bare_trainer(load(TRAINER).GRPOTrainer, **state | settings)
 
 
 def weights(batch: Rows, mode: str, threshold: float) -> Tensor:

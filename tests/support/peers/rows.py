@@ -92,10 +92,10 @@ class Rows:
 
 
 @st.composite
-def rows(draw: Callable, max_responses: int = 4, max_length: int = 6, dead: bool = False) -> Rows:
+def rows(draw: Callable, max_responses: int = 4, dead: bool = False) -> Rows:
     """1 to 4 responses, each with a valid token unless `dead`, with holes where a tool spoke, finite everywhere."""
     count = draw(st.integers(1, max_responses))
-    drawn = [draw(responses(draw(st.integers(1, max_length)), dead)) for _ in range(count)]
+    drawn = [draw(responses(draw(st.integers(1, 6)), dead)) for _ in range(count)]
     batch = make_batch([row[:3] for row in drawn])
     advantages = draw(st.lists(st.sampled_from(ADVANTAGES), min_size=count, max_size=count))
     return Rows(batch, [torch.tensor(row[3]) for row in drawn], torch.tensor(advantages, dtype=torch.float64))
@@ -114,13 +114,13 @@ def responses(draw: Callable, length: int, dead: bool) -> tuple:
     return proximal, behavior, mask, [p + drift() for p in proximal]
 
 
-def fixed_rows(log_ratios: list[list[float]], masks: list[list[int]] | None = None, advantage: float = 1.0) -> Rows:
-    """Rows with these log ratios; the behavior policy gives every token -2, and pi_theta is pi_old."""
+def fixed_rows(log_ratios: list[list[float]], masks: list[list[int]] | None = None) -> Rows:
+    """Rows with these log ratios and advantages of 1; the behavior policy gives a token -2, and pi_theta is pi_old."""
     valid = [[1] * len(row) for row in log_ratios] if masks is None else masks
     batch = make_batch(
         [([x - 2.0 for x in row], [-2.0] * len(row), m) for row, m in zip(log_ratios, valid, strict=True)]
     )
-    return Rows(batch, batch.proximal, torch.full((len(log_ratios),), advantage, dtype=torch.float64))
+    return Rows(batch, batch.proximal, torch.ones(len(log_ratios), dtype=torch.float64))
 
 
 def ours(batch: Rows, mapping: dict, stand_for_proximal: list[Tensor] | None = None) -> Correction:

@@ -38,32 +38,29 @@ def correction(batch: Rows, config: SimpleNamespace) -> tuple[Tensor, Tensor, di
     return batch.mask if weights is None else weights.expand_as(batch.mask), mask, metrics
 
 
-def loss(batch: Rows, target: Tensor, config: SimpleNamespace, dual: float | None = None) -> Tensor:
-    """The sum over tokens of `ppo_policy_loss`."""
-    algorithm = SimpleNamespace(
-        policy_loss_type="dual_clip" if dual else "regular", clip_ratio_c=dual, eps_clip_low=0.2,
-        eps_clip_high=0.28, off_policy_correction=config,
-    )  # fmt: skip
-    compute = load(LOSSES).ppo_policy_loss
+def policy_loss(name: str, batch: Rows, target: Tensor, config: SimpleNamespace, **keys: Any) -> Tensor:
+    """The sum over tokens of one of its policy losses, by these keys of `trainer.algorithm`."""
+    compute = getattr(load(LOSSES), f"{name}_policy_loss")
+    algorithm = SimpleNamespace(off_policy_correction=config, **keys)
     return compute(target, batch.proximal, batch.token_advantages, algorithm, batch.mask, batch.behavior)[0]
+
+
+def loss(batch: Rows, target: Tensor, config: SimpleNamespace, dual: float | None = None) -> Tensor:
+    """PPO's loss, corrected."""
+    keys = {"policy_loss_type": "dual_clip" if dual else "regular", "clip_ratio_c": dual}
+    return policy_loss("ppo", batch, target, config, eps_clip_low=0.2, eps_clip_high=0.28, **keys)
 
 
 def dppo_loss(batch: Rows, target: Tensor, kind: str, clip: Clip) -> Tensor:
-    """The sum over tokens of `dppo_policy_loss`, against the rollout engine."""
-    algorithm = SimpleNamespace(
-        dppo=SimpleNamespace(dppo_type=kind, delta_low=clip.low, delta_high=clip.high), off_policy_correction=settings()
-    )
-    compute = load(LOSSES).dppo_policy_loss
-    return compute(target, batch.proximal, batch.token_advantages, algorithm, batch.mask, batch.behavior)[0]
+    """DPPO's loss against the rollout engine, without a correction."""
+    keys = SimpleNamespace(dppo_type=kind, delta_low=clip.low, delta_high=clip.high)
+    return policy_loss("dppo", batch, target, settings(), dppo=keys)
 
 
 def sapo_loss(batch: Rows, target: Tensor, **taus: float) -> Tensor:
-    """The sum over tokens of `sapo_policy_loss`, without a correction."""
-    algorithm = SimpleNamespace(
-        sapo=SimpleNamespace(**taus), loss_reduction="sequence_mean", off_policy_correction=settings()
-    )
-    compute = load(LOSSES).sapo_policy_loss
-    return compute(target, batch.proximal, batch.token_advantages, algorithm, batch.mask, batch.behavior)[0]
+    """SAPO's loss, without a correction."""
+    keys = SimpleNamespace(**taus)
+    return policy_loss("sapo", batch, target, settings(), sapo=keys, loss_reduction="sequence_mean")
 
 
 def mapping_of(config: SimpleNamespace) -> dict:

@@ -16,16 +16,19 @@ from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
+from mis_plugins.explain.translate import trl as from_trl
 from mis_plugins.loss.objective import DPPO_CAP, Clip
-from peers.loading import Peer, bare, load
+from peers.loading import Peer, bare, defaults, load
 from peers.rows import Rows
 
 ABSENT = ("pandas", "datasets", "pyarrow", "psutil")
 TRAINER = Peer("trl.trainer.grpo_trainer", absent=ABSENT)
 GMPO = Peer("trl.experimental.gmpo.gmpo_trainer", absent=ABSENT)
 DPPO = Peer("trl.experimental.dppo.dppo_trainer", absent=ABSENT, earlier=True)
+KEYS = (from_trl.MODE, from_trl.CLIP_MAX, from_trl.CLIP_MIN)
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CORRECTS = "self.use_vllm and self.vllm_importance_sampling_correction"
 
@@ -45,7 +48,7 @@ def correction_blocks() -> CodeType:
 
 
 def correction(
-    batch: Rows, mode: str, upper: float | None = 3.0, lower: float | None = None, behavior: Tensor | None = None
+    batch: Rows, mode: str, upper: float | None = 3.0, lower: float | None = None
 ) -> tuple[Tensor, dict[str, float]]:
     """(importance ratio, `[N, L]` or of a sequence `[N, 1]`; metrics)."""
     trainer = bare_trainer(
@@ -56,7 +59,7 @@ def correction(
     names = {
         "self": trainer,
         "old_per_token_logps": batch.proximal,
-        "sampling_per_token_logps": batch.behavior if behavior is None else behavior,
+        "sampling_per_token_logps": batch.behavior,
         "completion_mask": batch.mask,
         "tool_mask": None,
         "device": "cpu",
@@ -73,10 +76,12 @@ def bare_trainer(kind: Any = None, **settings: Any) -> Any:
     state = dict(
         use_vllm=True,
         vllm_importance_sampling_correction=True,
-        accelerator=SimpleNamespace(gather=same, reduce=same, num_processes=1, sync_gradients=True),
+        accelerator=SimpleNamespace(
+            gather=same, gather_for_metrics=same, reduce=same, num_processes=1, sync_gradients=True
+        ),
         model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1, **soft_defaults()),
+        args=SimpleNamespace(**grpo_defaults() | {"use_bias_correction_kl": False, "steps_per_generation": 1}),
         off_policy_mask_threshold=None,
         importance_sampling_level="token",
         beta=0.0,
@@ -91,10 +96,9 @@ def bare_trainer(kind: Any = None, **settings: Any) -> Any:
     return bare(kind or trainer_class(), **state | settings)
 
 
-def soft_defaults() -> dict[str, float]:
-    """What its `GRPOConfig` sets of SAPO and VESPO where the user sets nothing."""
-    fields = load(TRAINER).GRPOConfig.__dataclass_fields__
-    return {name: field.default for name, field in fields.items() if name.startswith(("sapo_", "vespo_"))}
+def grpo_defaults() -> dict[str, Any]:
+    """What its `GRPOConfig` sets where the user sets nothing."""
+    return defaults(load(TRAINER).GRPOConfig)
 
 
 def gmpo_loss(batch: Rows, target: Tensor, clip: Clip) -> Tensor:
@@ -103,16 +107,10 @@ def gmpo_loss(batch: Rows, target: Tensor, clip: Clip) -> Tensor:
     return computed_loss(trainer, batch, target)
 
 
-def gmpo_width() -> float:
-    """The width of the clip where the user sets nothing."""
-    return load(GMPO).GMPOConfig.__dataclass_fields__["epsilon"].default
-
-
-def off_policy_mask(batch: Rows, threshold: float, behavior: Tensor | None = None) -> Tensor:
+def off_policy_mask(batch: Rows, threshold: float) -> Tensor:
     """`[N, 1]`, 1 where the sequence is kept."""
     compute = trainer_class().get_off_policy_mask
-    mu = batch.behavior if behavior is None else behavior
-    return compute(batch.advantages[:, None], batch.pad(batch.target), mu, batch.mask, threshold)
+    return compute(batch.advantages[:, None], batch.pad(batch.target), batch.behavior, batch.mask, threshold)
 
 
 def loss(batch: Rows, target: Tensor, ratio: Tensor | None, reference: Tensor | None = None, **settings: Any) -> Tensor:
@@ -130,12 +128,6 @@ def dppo_trainer(kind: str, clip: Clip) -> Any:
         epsilon_high=clip.high,
         clip_ratio_c=clip.dual or DPPO_CAP,
     )
-
-
-def dppo_defaults() -> dict[str, Any]:
-    """What its `DPPOConfig` sets where the user sets nothing."""
-    fields = load(DPPO).DPPOConfig.__dataclass_fields__
-    return {name: fields[name].default for name in ("divergence_type", "epsilon", "epsilon_high", "clip_ratio_c")}
 
 
 def dppo_mask(batch: Rows, kind: str, clip: Clip) -> Tensor:
@@ -165,11 +157,6 @@ def computed_loss(
     return type(trainer)._compute_loss(trainer, None, inputs)
 
 
-def default_of(key: str) -> Any:
-    """What its `GRPOConfig` sets where the user sets nothing."""
-    return load(TRAINER).GRPOConfig.__dataclass_fields__[key].default
-
-
 def metric_table(mode: str) -> dict[str, str]:
     """Their name of every metric, and ours."""
     of = "sequence_weight" if mode.startswith("sequence") else "weight"
@@ -178,9 +165,6 @@ def metric_table(mode: str) -> dict[str, str]:
 
 
 def mapping_of(mode: str, upper: float | None = 3.0, lower: float | None = None) -> dict:
-    """Our words for a mode: sequences by the product; `mask` sets the weight to 0 and leaves the loss mask."""
-    level, action = mode.split("_")
-    if action == "mask":
-        return {"weight": {"level": level, "bound": "zero", "upper": upper, "lower": lower or 0.0}}
-    bound = {"bound": "truncate"} if lower is None else {"bound": "clip", "lower": lower}
-    return {"weight": {"level": level, "upper": upper, **bound}}
+    """What `config from-trl` makes of a mode and its bounds."""
+    keys = dict(zip(KEYS, (mode, upper, lower), strict=True))
+    return dict(from_trl.translate(yaml.safe_dump({"use_vllm": True} | keys)).mis)

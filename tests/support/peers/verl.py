@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mis_plugins.explain.translate.verl import translate
 from mis_plugins.loss.objective import Clip
-from peers.loading import Peer, bare, load
+from peers.loading import Peer, bare, defaults, load
 from peers.rows import Metric, Rows
 
 ABSENT = ("ray", "omegaconf", "codetiming", "orjson")
@@ -44,11 +44,6 @@ def sources() -> list[Path]:
     """Every Python file of the installed package that computes or logs."""
     package = folder().parents[1]
     return [path for part in ("trainer", "workers", "utils") for path in (package / part).rglob("*.py")]
-
-
-def preset_names() -> list[str]:
-    """As the installed package has them."""
-    return [name for name, value in vars(rollout_config()).items() if isinstance(value, classmethod)]
 
 
 def preset(name: str) -> Any:
@@ -126,10 +121,10 @@ def decoupled_loss(batch: Rows, target: Tensor, settings: Any, mode: str, **own:
     return loss
 
 
-def bypass_loss(batch: Rows, target: Tensor, settings: Any, mode: str, **clip: float) -> Tensor:
+def bypass_loss(batch: Rows, target: Tensor, settings: Any, mode: str) -> Tensor:
     """The behavior policy in the place of the proximal one."""
     loss, _ = load(PEERS["losses"]).compute_policy_loss_bypass_mode(
-        batch.behavior, target, batch.token_advantages, batch.mask, mode, actor_config(settings, **clip)
+        batch.behavior, target, batch.token_advantages, batch.mask, mode, actor_config(settings)
     )
     return loss
 
@@ -162,10 +157,9 @@ def token_advantages(
     return compute(rewards, batch.mask, index, batch.proximal, squares, weights, epsilon=0.0)[0]
 
 
-def actor_defaults(*names: str) -> dict[str, float]:
+def actor_defaults() -> dict[str, Any]:
     """What an actor's config sets where the user sets nothing."""
-    fields = load(PEERS["losses"]).ActorConfig.__dataclass_fields__
-    return {name: fields[name].default for name in names}
+    return defaults(load(PEERS["losses"]).ActorConfig)
 
 
 def debug_metrics(batch: Rows) -> dict[str, float]:
