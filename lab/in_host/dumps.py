@@ -72,10 +72,10 @@ def _recorded(read: Callable[[str], Row], mask: Any, version: int | None) -> Rec
     """
     own = {name: read(key) for name, key in FIELDS.items()}
     live = [bool(valid) for valid in mask.tolist()]
-    if version is None:
-        return Recorded(**own, mask=live)
-    age = [version - int(wrote) for wrote in read("output_versions")]
-    following = [None if math.isnan(x) else x for x in read("recomputed_log_probs")]
+    age = following = None
+    if version is not None:
+        age = [version - int(wrote) for wrote in read("output_versions")]
+        following = [None if math.isnan(x) else x for x in read("recomputed_log_probs")]
     return Recorded(**own, mask=live, age=age, following=following)
 
 
