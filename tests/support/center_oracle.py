@@ -70,7 +70,7 @@ def support(one: Position) -> Tensor:
 
 
 def largest_error(found: Tensor, wanted: Tensor) -> float:
-    """Of gradients, over the largest entry of the wanted one."""
+    """The largest difference of two gradients, over the largest entry of the gradient that is wanted."""
     return float((found.double() - wanted).abs().max() / wanted.abs().max())
 
 

@@ -15,7 +15,7 @@ from mis_plugins.packing.layout import whole, zigzag
 from mis_plugins.packing.ragged import Ragged, Ranks
 
 PROMPTS, LENGTHS = (3, 30, 1, 5, 25, 8), (9, 1, 20, 0, 13, 6)
-"""Of prompts and responses: some of four ranks hold no token of the second response."""
+"""The lengths of prompts and responses. Some of four ranks hold no token of the second response."""
 
 Held = Callable[[str], Tensor]
 Place = Callable[[ProcessGroup | None], Ragged]
