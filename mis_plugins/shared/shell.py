@@ -11,10 +11,12 @@ may come.
 """
 
 import argparse
+import errno
 import io
 import os
 import pkgutil
 import re
+import select
 import signal
 import sys
 import threading
@@ -28,8 +30,8 @@ from mis_plugins import __version__
 from mis_plugins.shared.terminal import Shown, print_error
 
 REFUSED, INTERRUPTED, UNREAD, TERMINATED = 2, 130, 141, 143
-"""Exit codes: the command could not do its work; Ctrl-C; nobody reads on, which a shell reports as 128 + SIGPIPE;
-SIGTERM."""
+"""Exit codes: the command could not do its work, or write its output; Ctrl-C; nobody reads on, which a shell reports as
+128 + SIGPIPE; SIGTERM."""
 STOPS = (signal.SIGINT, signal.SIGTERM)
 OURS = ("mis_plugins", "true_on_policy")
 NO_MEMORY = re.compile("allocate memory|bad_alloc|failed to map segment")
@@ -37,10 +39,16 @@ NO_MEMORY = re.compile("allocate memory|bad_alloc|failed to map segment")
 
 
 class Unread(BaseException):
-    """Raised where a command writes to a pipe that nobody reads any more, after `| head` for example.
+    """Raised where what a command prints cannot be written: nobody reads the pipe any more, after `| head` for example,
+    the device is full, or the shell has closed standard output.
 
     The class is no `Exception`, so that no handler of errors catches it: a command that compares would say "not equal".
     """
+
+    def __init__(self, error: OSError):
+        closed = error.errno == errno.EBADF
+        super().__init__(f"cannot write the output: {'the shell has closed it' if closed else error.strerror}")
+        self.code = UNREAD if isinstance(error, BrokenPipeError) else REFUSED
 
 
 class Terminated(BaseException):
@@ -54,15 +62,17 @@ def run_command(command: str, extra: str | None = None) -> NoReturn:
         extra: the extra of `setup.py` that installs the packages which the command needs.
     """
     sys.stdin = sys.stdin or open(os.devnull)
-    sys.stdout, sys.stderr = watched(sys.stdout), watched(sys.stderr)
+    # In place of a stream that the shell has closed: one that refuses every line, and for errors one that takes all.
+    sys.stdout = watched(sys.stdout or open(os.open(os.devnull, os.O_RDONLY), "w", closefd=False))
+    sys.stderr = watched(sys.stderr or open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False))
     # torch warns of a missing numpy, which an extra installs.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     os.environ.setdefault("PYTHON_COLORS", "0")  # Python colours a traceback by escapes, which the streams show
     try:
         with _ended_by_sigterm():
             code = _call(command, extra)
-    except Unread:
-        code = _leave_unread()
+    except Unread as error:
+        code = _leave_unread(error)
     except Terminated:
         _end_now(signal.SIGTERM)
     sys.exit(code)
@@ -190,11 +200,7 @@ class Gone(argparse.Action):
 
 
 def watched(stream: Any) -> Any:
-    """A standard stream that shows foreign text safely, and raises `Unread` where nobody reads on.
-
-    None, a stream that the shell has closed, leads nowhere.
-    """
-    stream = stream or open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
+    """A standard stream that shows foreign text safely, and raises `Unread` where it cannot be written."""
     stream.flush()
     raw = _Watched(stream.fileno(), "w", closefd=False)
     # PYTHONUNBUFFERED, which containers set: nothing may stay in a buffer, as in Python's own stream.
@@ -209,18 +215,28 @@ def watched(stream: Any) -> Any:
 
 
 class _Watched(io.FileIO):
-    """A file descriptor whose writes tell a closed pipe from every other error, such as a broken socket's."""
+    """A file descriptor whose writes tell their own errors from every other, such as a broken socket's."""
 
     def write(self, data: Any, /) -> int:
+        left = memoryview(data).cast("B")
         try:
-            return super().write(data)
-        except BrokenPipeError as error:
-            raise Unread from error
+            while left:
+                written = super().write(left)
+                if written is None:  # a full pipe that does not block
+                    select.select((), [self], ())
+                left = left[written or 0 :]
+        except OSError as error:
+            raise Unread(error) from error
+        return len(data)
 
 
-def _leave_unread() -> int:
-    """Drop buffered output: Python would flush the buffers at exit and complain about the closed pipe."""
+def _leave_unread(error: Unread) -> int:
+    """Say what cannot be written, and drop it: Python would flush the buffers at exit and complain."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(nowhere, stream.fileno())
-    return UNREAD
+    os.dup2(nowhere, sys.stdout.fileno())
+    with suppress(Unread):
+        if error.code == REFUSED:
+            print_error(f"error: {error}")
+        sys.stderr.flush()
+    os.dup2(nowhere, sys.stderr.fileno())
+    return error.code

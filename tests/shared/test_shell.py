@@ -57,18 +57,35 @@ def test_nobody_reads(words: str, unbuffered: str) -> None:
     os.close(writer)
 
 
+CLOSED, FULL = (f"error: cannot write the output: {why}" for why in ("the shell has closed it", "No space left on dev"))
+SHOW, CONTRACT = "mis_plugins config show tis", "true_on_policy contract show llama"
+
+
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
-    [("mis_plugins config check mis >&-", 0, b""),
-     ("mis_plugins config check - <&-", 2, b"standard input: it is empty"),
-     ("true_on_policy contract show llama >&-", 0, b""), ("true_on_policy diff /none /none >&-", 2, b"/none: no such"),
-     ("true_on_policy diff /none /none 2>&-", 2, b"")],
+    ("words", "told"),
+    [(f"{SHOW} >&-", CLOSED), (f"{CONTRACT} <&- >&-", CLOSED), ("mis_plugins config list --help >&-", CLOSED),
+     (f"{SHOW} >/dev/full", FULL), ("true_on_policy --version >/dev/full", FULL), (f"{SHOW} >&- 2>/dev/full", ""),
+     ("mis_plugins config check - <&-", "standard input: it is empty"),
+     ("true_on_policy diff /none /none >&-", "/none: no such"), ("true_on_policy diff /none /none 2>&-", "")],
 )  # fmt: skip
-def test_a_closed_standard_stream_is_no_traceback(words: str, code: int, told: bytes) -> None:
-    done = subprocess.run(["bash", "-c", f'"$0" -m {words}', sys.executable], cwd=ROOT, capture_output=True)
-    assert done.returncode == code
-    assert done.stderr.startswith(told) if told else not done.stderr, done.stderr
-    assert b"Traceback" not in done.stderr
+def test_an_output_that_cannot_be_written_is_told(words: str, told: str) -> None:
+    run, environment = ["bash", "-c", f'"$0" -m {words}', sys.executable], os.environ | {"PYTHONUNBUFFERED": ""}
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, env=environment, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith(told) and len(done.stderr.splitlines()) == bool(told), done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_pipe_that_is_full_for_now_is_written_whole(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    code = "import mis_plugins.shared.shell as s; main = lambda: print('x' * 10**6); s.run_command('__main__:main')"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=writer, env=environment) as done:
+        os.close(writer)
+        with open(reader) as file:
+            assert len(file.read()) == 10**6 + 1
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

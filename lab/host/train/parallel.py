@@ -230,8 +230,10 @@ def _run_rank(main: Callable[[], None], scratch: Path, rank: int) -> int:
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Unread:
-        return UNREAD
+    except Unread as error:
+        if error.code == REFUSED:
+            (scratch / f"error-{rank}").write_text(f"error: {error}\n")
+        return error.code
     except Exception:
         (scratch / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         return EXIT_FAILURE
