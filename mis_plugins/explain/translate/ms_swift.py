@@ -80,12 +80,14 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     won = dict(translation.settings_behind(behind, expected, _is_ours, options=options))
     source = _said(text, set(won), asked)
     keys = {**source.settings, **won}
-    if isinstance(losses := keys.get(LOSS), list):
+    if (kind := keys.get(TYPE, GRPO)) != GRPO and not is_open(kind):
+        raise ConfigError(f"nothing to translate: {TYPE}: {as_written(kind)}; ms-swift corrects with {GRPO} alone")
+    losses = keys.get(LOSS)
+    if isinstance(losses, list) or isinstance(losses, str) and not is_open(losses):
+        losses = losses.split() if isinstance(losses, str) else losses
         if len(losses) != 1:
             raise ConfigError(f"{LOSS}: got {shown(losses)}; ms-swift takes one with {TYPE}: {GRPO}, so give one")
         keys[LOSS] = losses[0]
-    if (kind := keys.get(TYPE, GRPO)) != GRPO and not is_open(kind):
-        raise ConfigError(f"nothing to translate: {TYPE}: {as_written(kind)}; ms-swift corrects with {GRPO} alone")
     translation.check_keys("ms-swift", keys, READ, KEYS, FAMILIES, source.tree)
     own = (*OF_CLIP, *OWN[str(keys[LOSS])]) if _has_own_loss(keys) else ()
     read = dict.fromkeys((*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *own, *CLIPS, *UNSERVED))

@@ -156,9 +156,22 @@ def overrides(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
 
 def flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
     """The settings of a command line of flags, `--a-key VALUE` or `--a_key=VALUE`, with underscores."""
-    for flag, word, value in flags_of(words):
+    for flag, word, value in flags_of(_with_strays(words)):
         branch = value and (value.branch or word.branch)
         yield flag[2:].replace("-", "_"), value and replace(value, branch=branch)
+
+
+def _with_strays(words: Sequence[Word]) -> list[Word]:
+    """The words of a command; in `--a-key 1 2` both values are one word, which no reader of one value takes."""
+    joined: list[Word] = []
+    for word in words:
+        before, last = [Word("", ""), Word("", ""), *joined][-2:]
+        flag = last if last.text.startswith("--") else before
+        has_value = flag.text.startswith("--") and ("=" in flag.text) == (flag is last)
+        if has_value and word.is_known and word.text[:1] != "-":
+            word = replace(joined.pop(), text=f"{last.text} {word.text}", source=f"{last.source} {word.source}")
+        joined.append(word)
+    return joined
 
 
 def other_of(words: Sequence[Word], programs: Collection[str], commands: Collection[str]) -> tuple[Word, ...]:

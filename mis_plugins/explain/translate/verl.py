@@ -118,6 +118,10 @@ WEIGHTS_OF_ITS_OWN = (
     "rollout_is: with policy_loss.loss_mode: bypass_mode, and bypass_mode not true, verl's loss is PPO's clip against "
     "pi_old and applies none of these weights."
 )
+NOT_KNOWN = (
+    "denominator: without a value of {open} it is not known whether verl divides by all valid tokens, as this file "
+    "does, or by those that its rules leave."
+)
 OVER_SEQUENCES = f"loss_agg_mode: not read by verl's {{mode}}, which {translation.OVER_RESPONSES}."
 GEOMETRIC_RULES = (
     "rollout_rs: verl's geo_mean takes the mean log ratio of the tokens that a rule over tokens leaves, and here that "
@@ -137,7 +141,8 @@ NO_LOG_PROBS = (
 )
 LOG_PROBS_UNSAID = f"{LOG_PROBS} is not in it: verl before 0.9.0 has it false by default, and then corrects nothing."
 BESIDE = {
-    "gspo": "; mis.objective.ratio: sequence gives GSPO's ratio",
+    "gspo": "; mis.objective.ratio: sequence gives GSPO's ratio, and verl 0.8 averages each response with it, whatever "
+    "loss_agg_mode says",
     "cispo": "; mis.objective.surrogate: cispo gives CISPO's loss",
 }
 """What to set for a loss of the actor that the translation leaves out."""
@@ -527,6 +532,10 @@ def _denominator(draft: Draft) -> None:
     overs = {rule["over"] for rule in draft.mis.get("reject") or ()}
     loss, mode = draft.given.get(LOSS_MODE), draft.settings.get(AGGREGATED) or "token-mean"
     by_response = loss in BY_RESPONSE or mode == "seq-mean-token-mean"
+    left_open = [path for path in (AGGREGATED, USE_V1, LEGACY) if is_open(draft.settings.get(path))]
+    if overs and left_open and not by_response:
+        draft.notes.append(NOT_KNOWN.format(open=", ".join(left_open)))
+        return
     by_micro_batch = draft.settings.get(LEGACY, "disable") != "disable"  # whose own mask is all that it counts by
     in_trainer = not _is_v1(draft.settings) and not draft.is_on("bypass_mode")
     counts_left = mode == "token-mean" and (by_micro_batch or in_trainer)
