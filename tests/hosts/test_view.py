@@ -106,6 +106,13 @@ def test_arguments_that_say_the_same_are_read_once():
     args = Namespace(**copy.deepcopy(KEYS))
     seen = view(args)
     assert view(args) is seen and view(Namespace(**KEYS)) is not seen
+    again = Namespace(**vars(args))
+    assert view(args) is not view(again) and original(view(again)) is again, "each has its own view"
+
+
+@pytest.mark.parametrize("args", [Namespace(), SimpleNamespace(), {}, MappingProxyType({})])
+def test_arguments_that_are_none_are_no_object_that_cannot_be_read(args: Any):
+    assert dict(view(args)) == {}
 
 
 CHANGES: dict[str, Callable[[Namespace, Path], Any]] = {

@@ -260,7 +260,14 @@ def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = F
         yield f"No --eps-clip-high of the hosts caps ratios at {high:g}, below 1; put {keys[1]}=VALUE behind the file."
         return
     low, high = (1.0, high - 1) if of_ratio else (low, high)
-    dual = f" --eps-clip-c {widths[keys[2]]:g}" if keys[2] in widths else ""
+    largest = widths.get(keys[2])
+    if keys[2] == "delta" and largest is not None and largest < 1 + high and not of_ratio:
+        if largest < 1:
+            yield f"delta: no flag of the hosts cuts ratios at {largest:g}, below 1; their loss has no such bound."
+            largest = None
+        else:  # the two change places: delta bounds a ratio of a positive advantage, the clip one of a negative
+            high, largest = largest - 1, 1 + high
+    dual = "" if largest is None else f" --eps-clip-c {largest:g}"
     if widths or of_ratio:
         yield f"{', '.join(widths) or keys[0]}: pass --eps-clip {low:g} --eps-clip-high {high:g}{dual}."
 

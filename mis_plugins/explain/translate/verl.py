@@ -259,7 +259,7 @@ def _once(settings: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """The settings of a yaml by path, some begun below the root; raises ConfigError for two values of one."""
     once: dict[str, Any] = {}
     for path, value in settings:
-        if once.setdefault(path, value) != value:
+        if (first := once.setdefault(path, value)) is not value and first != value:  # NaN is not itself
             raise ConfigError(f"{path}: {as_written(value)} contradicts {as_written(once[path])}; keep one of them")
     return once
 
