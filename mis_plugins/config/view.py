@@ -197,16 +197,12 @@ def _stated(args: Any) -> Mapping[str, Any]:
         return vars(args)
     if isinstance(args, Mapping):
         return args
-    slots = (name for kind in type(args).__mro__ for name in _slots(kind))
-    held = {name: getattr(args, name) for name in slots if name[:1] != "_" and hasattr(args, name)}
+    slots = (kind.__dict__.get("__slots__", ()) for kind in type(args).__mro__)
+    names = (name for each in slots for name in ((each,) if isinstance(each, str) else each))
+    held = {name: getattr(args, name) for name in names if name[:1] != "_" and hasattr(args, name)}
     extras = (getattr(args, EXTRAS) if hasattr(type(args), EXTRAS) else None) or {}
     shown = {name: value for name, value in getattr(args, "__dict__", {}).items() if name[:1] != "_"}
     return {**held, **shown, **extras}
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _is_hook(value: Any) -> bool:

@@ -28,7 +28,7 @@ Line = tuple[str, str]  # text, comment
 
 def as_mapping(config: CorrectionConfig) -> dict[str, Any]:
     """What stands under `mis:`, most defaults left out. `reading.from_mapping` gives the same config back."""
-    mapping = _mapping(config)
+    mapping = _plain(config)
     if config.segment_wise is None:
         return {"weight": None} | mapping if config.reject and config.weight is None else mapping
     if config.weighs_by_segment_wise:
@@ -45,19 +45,14 @@ def to_yaml(mis: Mapping[str, Any], comments: Mapping[str, str] | None = None) -
     return "\n".join(f"{text:<{width}}  # {comment}" if comment else text for text, comment in lines)
 
 
-def _mapping(part: Any) -> dict[str, Any]:
-    keys = {}
-    for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
-        if value != field.default or (value is not None and field.name in SPELLED_OUT[type(part)]):
-            keys[field.name] = _plain(value)
-    return keys
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_mapping(item) for item in value]
-    return _mapping(value) if dataclasses.is_dataclass(value) else value
+def _plain(part: Any) -> Any:
+    if isinstance(part, tuple):
+        return [_plain(item) for item in part]
+    if not dataclasses.is_dataclass(part):
+        return part
+    values = ((field, getattr(part, field.name)) for field in dataclasses.fields(part))
+    spelled_out = SPELLED_OUT[type(part)]
+    return {of.name: _plain(x) for of, x in values if x != of.default or x is not None and of.name in spelled_out}
 
 
 def _lines(mapping: Mapping[str, Any], comments: Mapping[str, str], path: str, indent: str) -> Iterator[Line]:

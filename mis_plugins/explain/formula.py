@@ -40,13 +40,15 @@ def formula(config: model.CorrectionConfig) -> list[str]:
     if config.aggregate == "kept":
         lines.append("prod r = product over the tokens that smaller rules and bounds keep, n of them")
     if config.segment_wise and config.segment_wise.enabled:
-        lines += _segment_wise(config.segment_wise)
+        fresh, older = FRESH[config.segment_wise.fresh_tokens], OLDER[config.segment_wise.method]
+        by_age = [*fresh, f"{older}, from age 2"]  # trainer version minus token version
+        lines += [f"q_t    = {by_age[0]}", *(f"       = {other}" for other in by_age[1:])]
     lines.append(f"w_t    = {_weight(config, trainer)}")
     rules = [_rule(rule, trainer) for rule in config.reject if rule.drops]
     if config.m2_threshold is not None:
         lines.append(f"m2     = the most of the smallest (log r_t)^2 with a mean < {config.m2_threshold:g}")
         rules.insert(0, "(log r_t)^2 in m2")
-    lines.append("keep_t = " + " and ".join(["mask_t", *rules, *_opsm(config.opsm)]))
+    lines.append("keep_t = " + " and ".join(["mask_t", *rules, *([_opsm(config.opsm)] if config.opsm else [])]))
     if config.needs_loss_hook:
         lines += _objective(config)
     else:
@@ -69,12 +71,6 @@ OLDER = {
     "recompute": "pi_{v+1}(y_t) / mu(y_t), as stored before the weights moved on",
     "loglinear": "(pi_old(y_t) / mu(y_t))^(1 / age)",
 }
-
-
-def _segment_wise(segment_wise: model.SegmentWiseConfig) -> list[str]:
-    """pi_{v+1} / mu by the token's age: trainer version minus token version."""
-    first, *others = [*FRESH[segment_wise.fresh_tokens], f"{OLDER[segment_wise.method]}, from age 2"]
-    return [f"q_t    = {first}", *(f"       = {other}" for other in others)]
 
 
 def _weight(config: model.CorrectionConfig, trainer: str) -> str:
@@ -118,12 +114,10 @@ def _within(what: str, lower: float | None, upper: float | None) -> str:
     return f"{lower:g} <= {what}" + ("" if upper is None else f" <= {upper:g}")
 
 
-def _opsm(opsm: model.OpsmConfig | None) -> list[str]:
-    if opsm is None:
-        return []
+def _opsm(opsm: model.OpsmConfig) -> str:
     advantage = "A_t" if opsm.advantage == "token" else "mean_t A_t"
     reference = "mu" if opsm.reference == "behavior" else "pi_old"
-    return [f"not ({advantage} < 0 and mean_t(log {reference} - log pi_theta) > {opsm.delta:g})"]
+    return f"not ({advantage} < 0 and mean_t(log {reference} - log pi_theta) > {opsm.delta:g})"
 
 
 def _center(config: model.CorrectionConfig) -> list[str]:
@@ -145,7 +139,8 @@ def _objective(config: model.CorrectionConfig) -> list[str]:
         old, ratio = "(q_t mu)", "pi_theta(y_t) / (q_t mu(y_t))"
     record = SURROGATES[objective.surrogate]
     reads_ratio = objective.surrogate != "reinforce" or bool(objective.kl_tau)
-    lines = [f"s_t    = {_of_sequence(ratio, objective)}"] * (reads_ratio and record.of_sequence is None)
+    averaged = ratio if objective.ratio == "token" else f"(prod_t {ratio})^(1/n)"
+    lines = [f"s_t    = {averaged}"] * (reads_ratio and record.of_sequence is None)
     lines += [line.format(**vars(objective) | {"old": old, "ratio": ratio}) for line in record.lines]
     kept = "keep_t and not away_t" if any(line.startswith("away_t") for line in record.lines) else "keep_t"
     lines.append(f"L_t    = {record.formula} where {kept}, else 0")
@@ -158,7 +153,3 @@ def _objective(config: model.CorrectionConfig) -> list[str]:
         kept = ", 0 where not keep_t" if objective.weigh_kl else ""
         lines.append(f"KL_t   = {' * '.join(factors)} * the host's KL estimate{kept}")
     return lines
-
-
-def _of_sequence(ratio: str, objective: model.ObjectiveConfig) -> str:
-    return ratio if objective.ratio == "token" else f"(prod_t {ratio})^(1/n)"

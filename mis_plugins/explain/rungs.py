@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from mis_plugins.config.model import LEVEL_OVER, CorrectionConfig, Over
 from mis_plugins.explain.words import holds
@@ -145,18 +144,10 @@ def _is_few(window: Window, responses: Responses) -> bool:
 @cache
 def record() -> Record:
     """The committed record."""
-    return read(FILE)
-
-
-def read(file: Path) -> Record:
-    """The record that a file holds."""
-    held = json.loads(file.read_text(encoding="utf-8"))
-    return Record(held["model"], held["commits"], tuple(map(_rung, held["rungs"])))
-
-
-def _rung(held: Mapping[str, Any]) -> Rung:
-    lengths = {int(n): Responses(int(n), **responses) for n, responses in held["by_length"].items()}
-    return Rung(**{**held, "by_length": lengths})
+    held = json.loads(FILE.read_text(encoding="utf-8"))
+    for rung in held["rungs"]:
+        rung["by_length"] = {int(n): Responses(int(n), **measured) for n, measured in rung["by_length"].items()}
+    return Record(held["model"], held["commits"], tuple(Rung(**rung) for rung in held["rungs"]))
 
 
 def short(value: float) -> str:

@@ -106,6 +106,7 @@ CENTER = (
     "center: the mean of the weighted score under mu is subtracted, so that a constant reward moves nothing; from the "
     "engine's {} likeliest tokens at each position, and a model of all others"
 )
+NO_STEP = "full, since {} calls no hook before a step that would log what watch leaves out"
 LONG, DRIFT = 2000, 1.001
 HIGHEST_CAP = 100
 EFFECT: dict[Outside, str] = {"weighed": "changes", "zeroed": "weighs with 0", "dropped": "drops"}
@@ -119,6 +120,7 @@ def describe(config: model.CorrectionConfig, host: Host | None = None, file: str
         file: what stands behind --custom-config-path.
     """
     trainer = trainer_policy(config)
+    full = host is not None and config.metrics == "watch" and not host.step_hook and NO_STEP.format(host.title)
     lines = [
         _weight(config.weight, "pi_{v+1}" if config.segment_wise_on else trainer),
         *_segment_wise(config),
@@ -133,17 +135,11 @@ def describe(config: model.CorrectionConfig, host: Host | None = None, file: str
         *(_consequences(config) if config.can_end_empty or config.opsm else []),
         *([BASELINE[config.group_baseline]] if config.group_baseline else []),
         *([RESPLIT.format(every=config.resplit_every)] if config.resplit_every is not None else []),
-        _metrics(config, host),
+        f"metrics: {full or config.metrics}",
         f"needs: {flags(config, host)} --custom-config-path {file}",
         *(f"warning: {text}" for text in warnings(config)),
     ]
     return "\n".join(lines)
-
-
-def _metrics(config: model.CorrectionConfig, host: Host | None) -> str:
-    if config.metrics == "watch" and host and not host.step_hook:
-        return f"metrics: full, since {host.title} calls no hook before a step that would log what watch leaves out"
-    return f"metrics: {config.metrics}"
 
 
 def flags(config: model.CorrectionConfig, host: Host | None = None) -> str:

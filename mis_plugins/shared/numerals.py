@@ -18,7 +18,6 @@ def whole(text: str) -> int:
 
 def count(text: str) -> int:
     """A whole number of at least 1; raises ArgumentTypeError for any other text."""
-    value = whole(text)
-    if value < 1:
+    if (value := whole(text)) < 1:
         raise ArgumentTypeError(f"got {value}; expected at least 1")
     return value

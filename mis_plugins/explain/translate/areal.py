@@ -87,7 +87,9 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
             f"nothing to translate: none of {', '.join((*KNOWN, OLD_CAP, OLD_MODE))} in it, nor in its actor: and "
             "rollout:"
         )
-    translation.refuse_open(dict(_leaves(by_key)), {})
+    blocks = ((at, value if isinstance(value, Mapping) else {"": value}) for at, value in by_key.values())
+    leaves = {f"{at}.{key}".rstrip("."): leaf for at, block in blocks for key, leaf in block.items()}
+    translation.refuse_open(leaves, {})
     is_old = not {OLD_CAP, OLD_MODE}.isdisjoint(by_key)
     by_key = _renamed(by_key) if is_old else by_key
     where = {key: place for key, (place, _) in by_key.items()}
@@ -100,8 +102,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
 
 
 def _is_read(path: str) -> bool:
-    block = path.partition(".")[0]
-    return block in reading.AREAL_BLOCKS or _is_areals(block)
+    return (block := path.partition(".")[0]) in reading.AREAL_BLOCKS or _is_areals(block)
 
 
 def _is_areals(key: str) -> bool:
@@ -133,12 +134,6 @@ def _with(tree: Any, parts: Sequence[str], value: Any) -> Any:
     if not parts and isinstance(value, Mapping):
         return own | {key: _with(own.get(key), (), inner) for key, inner in value.items()}
     return own | {parts[0]: _with(own.get(parts[0]), parts[1:], value)} if parts else value
-
-
-def _leaves(keys: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for place, value in keys.values():
-        inner = value if isinstance(value, Mapping) else {"": value}
-        yield from ((f"{place}.{key}".rstrip("."), leaf) for key, leaf in inner.items())
 
 
 def _placed_config(by_key: Mapping[str, tuple[str, Any]], where: Mapping[str, str]) -> CorrectionConfig:

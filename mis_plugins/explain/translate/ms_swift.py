@@ -83,8 +83,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     if (kind := keys.get(TYPE, GRPO)) != GRPO and not is_open(kind):
         raise ConfigError(f"nothing to translate: {TYPE}: {as_written(kind)}; ms-swift corrects with {GRPO} alone")
     losses = keys.get(LOSS)
-    if isinstance(losses, list) or isinstance(losses, str) and not is_open(losses):
-        losses = losses.split() if isinstance(losses, str) else losses
+    losses = losses.split() if isinstance(losses, str) and not is_open(losses) else losses
+    if isinstance(losses, list):
         if len(losses) != 1:
             raise ConfigError(f"{LOSS}: got {shown(losses)}; ms-swift takes one with {TYPE}: {GRPO}, so give one")
         keys[LOSS] = losses[0]

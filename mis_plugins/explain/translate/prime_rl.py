@@ -68,7 +68,10 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
             f"{table}.type: custom: the loss is a function of yours, {shown(loss.get('import_path'))}, and nothing "
             f"here reads it; for prime-rl's own, put {table}.type=default behind the file"
         )
-    values = {key: _value(loss, key, table, kind) for key in DEFAULTS[kind]}
+    values = {key: number(loss.get(key, default), f"{table}.{key}") for key, default in DEFAULTS[kind].items()}
+    for key, value in values.items():
+        if not value >= 0:
+            raise ConfigError(f"{table}.{key}: got {value:g}; prime-rl takes numbers from 0 on")
     given = {f"{table}.{key}": value for key, value in loss.items()}
     sources = {path: tuple(f"{table}.{key}" for key in keys) for path, keys in SOURCES.items()}
     notes = (*_of_loss(loss, table, values), *_beside(tree))
@@ -148,10 +151,3 @@ def _check_keys(loss: Mapping[str, Any], table: str, kind: str) -> None:
             raise ConfigError(
                 f"{table}.{key}: no key of type: {kind}, which has {', '.join(DEFAULTS[kind])}; prime-rl refuses it"
             )
-
-
-def _value(loss: Mapping[str, Any], key: str, table: str, kind: str) -> float:
-    value = number(loss.get(key, DEFAULTS[kind][key]), f"{table}.{key}")
-    if not value >= 0:
-        raise ConfigError(f"{table}.{key}: got {value:g}; prime-rl takes numbers from 0 on")
-    return value

@@ -351,11 +351,8 @@ def _value(values: list[Value]) -> str | bool:
     if len(texts) == 1 and (None in labels or not labels or any(f"not: {label}" in labels for label in labels)):
         value = values[0]
         return True if value is None else value.text if value.is_known else Open(value.source)
-    return Open(" or ".join(dict.fromkeys(map(_alternative, values))))
-
-
-def _alternative(value: Value) -> str:
-    return "true" if value is None else f"{value.source} ({value.place}{_branch(value.branch)})"
+    told = ("true" if value is None else f"{value.source} ({value.place}{_branch(value.branch)})" for value in values)
+    return Open(" or ".join(dict.fromkeys(told)))
 
 
 def _notes(start: Start, reading: Reading) -> Iterator[str]:
@@ -460,8 +457,9 @@ class Commands(Shell):
                 self.elsewhere |= {piece.at: paths[0] for piece in text if piece.at}
 
     def _start(self, given: Sequence[Word]) -> Start:
-        marks = enumerate(itertools.pairwise([Word("", ""), *given]))
-        program = next((i for i, (before, word) in marks if before.text == "-m" or self._is_program(word.text)), 0)
+        texts = enumerate(itertools.pairwise(["", *(word.text for word in given)]))
+        starts = self.dialect.starts
+        program = next((i for i, (x, text) in texts if x == "-m" or text.endswith(".py") or starts(text)), 0)
         open_words = [
             word.source
             for before, word in itertools.pairwise(given[program:])
@@ -476,9 +474,6 @@ class Commands(Shell):
         if file and _is_sure(file) and known(written) is not None:
             self.read |= {piece.at for piece in written if piece.at}
         return Start(tuple(self.callers), self.branch, settings, file, unset, unread, folder=folder, written=written)
-
-    def _is_program(self, word: str) -> bool:
-        return word.endswith(".py") or self.dialect.starts(word)
 
     def named_yaml(self, word: Word, start: Start) -> tuple[Any, list[str], list[str]]:
         """The yaml that a start names, what to tell of it, and what stays unread.

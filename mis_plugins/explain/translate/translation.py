@@ -1,5 +1,6 @@
 """What a foreign config becomes, with the user's own words beside each setting."""
 
+import math
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -66,12 +67,10 @@ class Translation:
         wrapped = [textwrap.wrap(note, COLUMNS, break_on_hyphens=False) for note in notes]
         needs = f"needs: {flags(self.config())} --custom-config-path FILE, where FILE holds this text"
         header = [f"from {self.origin}", needs, *(line for note in wrapped for line in note)]
-        comments = {path: self._said(keys) for path, keys in self.sources.items()} | dict(self.remarks)
-        comments = {path: printable(comment) for path, comment in comments.items()}
+        stated = {key: f"{key}: {as_written(value)}" for key, value in self.given.items()}
+        comments = {at: ", ".join(stated[key] for key in keys if key in stated) for at, keys in self.sources.items()}
+        comments = {path: printable(comment) for path, comment in (comments | dict(self.remarks)).items()}
         return "\n".join([*(f"# {line}" for line in header), writing.to_yaml(self.mis, comments)])
-
-    def _said(self, keys: tuple[str, ...]) -> str:
-        return ", ".join(f"{key}: {as_written(self.given[key])}" for key in keys if key in self.given)
 
     def _quoted(self, message: str) -> str:
         for path in sorted(self.sources, key=len, reverse=True):
@@ -261,12 +260,12 @@ def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = F
         return
     low, high = (1.0, high - 1) if of_ratio else (low, high)
     largest = widths.get(keys[2])
-    if keys[2] == "delta" and largest is not None and largest < 1 + high and not of_ratio:
-        if largest < 1:
-            yield f"delta: no flag of the hosts cuts ratios at {largest:g}, below 1; their loss has no such bound."
-            largest = None
-        else:  # the two change places: delta bounds a ratio of a positive advantage, the clip one of a negative
-            high, largest = largest - 1, 1 + high
+    delta = math.inf if of_ratio else widths.get("delta", math.inf)
+    if delta < 1:
+        yield f"delta: no flag of the hosts cuts ratios at {delta:g}, below 1; their loss has no such bound."
+        largest = None
+    elif delta < 1 + high:
+        high, largest = delta - 1, 1 + high  # delta bounds a ratio of a positive advantage, the clip of a negative
     dual = "" if largest is None else f" --eps-clip-c {largest:g}"
     if widths or of_ratio:
         yield f"{', '.join(widths) or keys[0]}: pass --eps-clip {low:g} --eps-clip-high {high:g}{dual}."
