@@ -351,8 +351,8 @@ def _value(values: list[Value]) -> str | bool:
     if len(texts) == 1 and (None in labels or not labels or any(f"not: {label}" in labels for label in labels)):
         value = values[0]
         return True if value is None else value.text if value.is_known else Open(value.source)
-    told = ("true" if value is None else f"{value.source} ({value.place}{_branch(value.branch)})" for value in values)
-    return Open(" or ".join(dict.fromkeys(told)))
+    ways = ("true" if value is None else f"{value.source} ({value.place}{_branch(value.branch)})" for value in values)
+    return Open(" or ".join(dict.fromkeys(ways)))
 
 
 def _notes(start: Start, reading: Reading) -> Iterator[str]:

@@ -262,7 +262,7 @@ def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = F
     largest = widths.get(keys[2])
     delta = math.inf if of_ratio else widths.get("delta", math.inf)
     if delta < 1:
-        yield f"delta: no flag of the hosts cuts ratios at {delta:g}, below 1; their loss has no such bound."
+        yield f"delta: no flag of the hosts cuts ratios at {delta:g}, below 1; the loss of the hosts has no such bound."
         largest = None
     elif delta < 1 + high:
         high, largest = delta - 1, 1 + high  # delta bounds a ratio of a positive advantage, the clip of a negative
