@@ -223,6 +223,19 @@ def test_what_stands_beside_a_tensor_is_compared(one: object, other: object, cod
         assert report(tmp_path / name, tmp_path / name).exit_code == 0
 
 
+class Tagged(torch.Tensor):
+    """A class of tensors whose bytes may mean anything."""
+
+
+def test_a_buffer_is_read_and_a_foreign_class_of_tensors_is_not(tmp_path: Path) -> None:
+    for number in range(2):
+        torch.save({"x": torch.nn.Buffer(X + number)}, tmp_path / f"{number}.pt")
+    assert [report(tmp_path / "0.pt", tmp_path / f"{number}.pt").exit_code for number in range(2)] == [0, 1]
+    torch.save({"x": X.as_subclass(Tagged)}, tmp_path / "2.pt")
+    found = report(tmp_path / "2.pt", tmp_path / "2.pt")
+    assert found.exit_code == 2 and "Tagged" in found.rows[0].detail
+
+
 def test_an_index_of_another_format_is_left_over(tmp_path: Path) -> None:
     folder = tmp_path
     save_file({"x": X}, folder / "model.safetensors")

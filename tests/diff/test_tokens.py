@@ -276,6 +276,16 @@ def test_what_has_no_rows_on_both_sides_is_counted(capsys: pytest.CaptureFixture
     assert "left out: not one row a token  1" in capsys.readouterr().out
 
 
+def test_what_was_recorded_before_the_first_tokens_is_counted(capsys: pytest.CaptureFixture[str]):
+    sides = packed([[1, 2, 0]]), packed([[1, 2, 0]])
+    for number, memory in enumerate(sides):
+        memory.write("vision.output", torch.full((3, WIDTH), float(number)))
+        memory.write("attention_mask", torch.ones(1, 3))
+        memory.entries = memory.entries[-2:] + memory.entries[:-2]
+    show(by_token(*sides))
+    assert "left out: recorded before the first input_ids  2" in capsys.readouterr().out
+
+
 def test_a_table_whose_rows_are_a_multiple_of_one_sides_tokens_is_left_out():
     found = by_token(*(table_of(64, whole) for whole in ([[1, 2] * 4], [[1, 2] * 4, [2, 1, 0]])))
     assert statuses(found).get("rotary.output") is None and found.no_rows == 2

@@ -103,7 +103,7 @@ def exchanged(
     Raises:
         EngineError: no answer came in time and within the limit, or the server refuses the request.
     """
-    headers = {"Content-Type": "application/json", "Connection": "close"}
+    headers = {"Content-Type": "application/json", "Connection": "close", "Cache-Control": "no-cache"}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     sent = None if body is None else json.dumps(body).encode()
     wire = _Wire(SCHEMES[address.scheme](address.netloc, timeout=seconds))
