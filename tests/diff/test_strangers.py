@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import ProofCommand
 from safetensors.torch import save_file
-from test_diff import Capture, X, diff, dump, dump_all, report
+from test_diff import Capture, X, diff, dump, dump_all, miles_dump, report
 
 from true_on_policy.diff.names import Heads
 
@@ -197,6 +197,9 @@ def test_bytes_around_an_archive_are_never_equal(ending: str, joined: Callable[[
      ([-1.5, -2.0], [-1.5], 2),
      ([-1.5, -2.0], (-1.5, -2), 0),
      ([True, True], [True, False], 1),
+     ([True, True], [1, 1], 2),
+     ([True, 1, None], [1, 1, None], 2),
+     (True, 1, 2),
      ([-1.5, None], [-1.5, math.nan], 1),
      ([-1.5, None], [-1.5, 0.0], 1),
      ([1, None], [1, 0], 1),
@@ -234,6 +237,21 @@ def test_a_buffer_is_read_and_a_foreign_class_of_tensors_is_not(tmp_path: Path) 
     torch.save({"x": X.as_subclass(Tagged)}, tmp_path / "2.pt")
     found = report(tmp_path / "2.pt", tmp_path / "2.pt")
     assert found.exit_code == 2 and "Tagged" in found.rows[0].detail
+
+
+def test_two_values_of_one_path_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    torch.save({"a": {"b": X}, "a.b": X + 1}, tmp_path / "a.pt")
+    torch.save({"a.b": X, "a": {"b": X + 1}}, tmp_path / "b.pt")
+    assert report(tmp_path / "a.pt", tmp_path / "b.pt").exit_code == 2
+
+
+FRACTIONS = [("tokens", [[1.5, 2.5, 3.5], [4.5, 5.5]]), ("response_lengths", [2.5, 1])]
+
+
+@pytest.mark.parametrize(("column", "value"), FRACTIONS)
+def test_whole_numbers_of_a_hosts_dump_lose_no_fraction(column: str, value: list, tmp_path: Path) -> None:
+    torch.save(miles_dump(**{column: value}), tmp_path / "a.pt")
+    assert diff(tmp_path / "a.pt") == 2
 
 
 def test_an_index_of_another_format_is_left_over(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,9 @@ class LogProbRecord:
                 raise RecordError(f"{name}: sequences of {held} values for tokens of {lengths}")
         flat = [value for sequence in log_probs for value in sequence]
         return cls(
-            tokens=torch.tensor([token for sequence in tokens for token in sequence], dtype=torch.int64),
+            tokens=_whole("tokens", tokens),
             log_probs=_exact(flat, dtype),
-            versions=torch.tensor([version for sequence in versions for version in sequence], dtype=torch.int64),
+            versions=_whole("versions", versions),
             cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
             metadata=metadata or {},
         )
@@ -155,6 +156,13 @@ def digest(x: Shaped[Tensor, "..."]) -> str:
     return sha256.hexdigest()
 
 
+def _whole(name: str, sequences: Sequence[Sequence[int]]) -> Int64[Tensor, "T"]:
+    try:
+        return torch.tensor([index(value) for sequence in sequences for value in sequence], dtype=torch.int64)
+    except (TypeError, RuntimeError) as error:  # torch would cut a fraction off
+        raise RecordError(f"{name}: expected whole numbers: {error}") from error
+
+
 def _exact(values: Sequence[float | None], dtype: torch.dtype) -> Float[Tensor, "T"]:
     given = torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
     stored = given.to(dtype)
@@ -199,7 +207,7 @@ def _rows(columns: Mapping[str, Any]) -> Samples:
     for name, column in opened.items():
         if column is not None and name not in per_sample:
             raise RecordError(f"{name}: not one entry for each of {count} samples")
-    return [{name: column[index] for name, column in per_sample.items()} for index in range(count)]
+    return [{name: column[number] for name, column in per_sample.items()} for number in range(count)]
 
 
 def log_prob_records(samples: Samples) -> Iterator[tuple[str, LogProbRecord]]:
@@ -236,7 +244,7 @@ def _record(name: str, samples: Samples) -> LogProbRecord:
 
 def _split(sample: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """Split the tokens of a sample into its prompt and its response."""
-    length = next((int(tensor_of(sample[name])) for name in LENGTHS if name in sample), None)
+    length = next((index(tensor_of(sample[name])) for name in LENGTHS if name in sample), None)
     if length is None:
         raise RecordError(f"a sample without {' or '.join(LENGTHS)}")
     tokens = _plain(sample["tokens"])
