@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mis_plugins.shared.terminal import progress
 from true_on_policy.contract.specs import Ability
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.verify.certificate import Evidence
@@ -50,7 +51,7 @@ class Workload:
         """
         done: list[Sample] = []
         batches: list[list[Sample]] = []
-        for batch in self._batches(done):
+        for batch in progress(self._batches(done), "batches sampled"):
             batches.append(generate(batch))
             done += batches[-1]
             enough = sum(len(sample.tokens) for sample in done) >= tokens
