@@ -72,14 +72,6 @@ def _rebuild_v3(
     return _stored(storage, dtype, offset, shape, strides, marks)
 
 
-PLAIN = Opaque("torch.Tensor")  # the class of a tensor, and of a buffer of `torch.nn.Buffer`
-
-
-def _rebuild_typed(rebuild: Any, kind: Any, arguments: Any, _: Any) -> Any:
-    """`torch._tensor._rebuild_from_type_v2`: a tensor with attributes, which nobody needs."""
-    return rebuild(*arguments) if kind is PLAIN else Opaque(f"a tensor of the class {kind}")
-
-
 def _stored(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any, marks: Any) -> Stored | Opaque:
     is_plain = len(shape) == len(strides) <= MOST_DIMENSIONS
     if not is_plain or any(type(n) is not int or not 0 <= n < 2**62 for n in (offset, *shape, *strides)):
@@ -145,13 +137,14 @@ NUMPYS_OWN = {("numpy", "dtype"), ("numpy", "ndarray")} | {
     for module in ("numpy.core.multiarray", "numpy._core.multiarray")
     for name in ("scalar", "_reconstruct")
 }
+PLAIN = Opaque("torch.Tensor")  # the class of a tensor with attributes, such as a buffer of `torch.nn.Buffer`
 CALLED: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
     ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *_: tensor,
-    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_typed,
+    ("torch._tensor", "_rebuild_from_type_v2"): lambda call, kind, given, _: call(*given) if kind is PLAIN else kind(),
     ("torch", "Tensor"): PLAIN,
     ("torch", "Size"): _size,
     ("torch", "device"): lambda kind, *_: kind,

@@ -96,9 +96,9 @@ class LogProbRecord:
                 raise RecordError(f"{name}: sequences of {held} values for tokens of {lengths}")
         flat = [value for sequence in log_probs for value in sequence]
         return cls(
-            tokens=_whole("tokens", tokens),
+            tokens=torch.tensor([index(token) for sequence in tokens for token in sequence], dtype=torch.int64),
             log_probs=_exact(flat, dtype),
-            versions=_whole("versions", versions),
+            versions=torch.tensor([index(each) for sequence in versions for each in sequence], dtype=torch.int64),
             cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
             metadata=metadata or {},
         )
@@ -154,13 +154,6 @@ def digest(x: Shaped[Tensor, "..."]) -> str:
     sha256 = hashlib.sha256(f"{x.dtype}{list(x.shape)}".encode())
     sha256.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)  # without a copy
     return sha256.hexdigest()
-
-
-def _whole(name: str, sequences: Sequence[Sequence[int]]) -> Int64[Tensor, "T"]:
-    try:
-        return torch.tensor([index(value) for sequence in sequences for value in sequence], dtype=torch.int64)
-    except (TypeError, RuntimeError) as error:  # torch would cut a fraction off
-        raise RecordError(f"{name}: expected whole numbers: {error}") from error
 
 
 def _exact(values: Sequence[float | None], dtype: torch.dtype) -> Float[Tensor, "T"]:

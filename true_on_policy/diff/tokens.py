@@ -128,7 +128,7 @@ def _passes(recording: Recording) -> list[list[Entry]]:
         raise RecordError(f"{recording.path}: of several ranks; tokens are matched within one")
     passes: list[list[Entry]] = []
     for entry in recording.entries:
-        if _begins(entry):
+        if entry.key.name == "input_ids" and not entry.key.recompute:
             passes.append([])
         if passes:
             passes[-1].append(entry)
@@ -137,13 +137,9 @@ def _passes(recording: Recording) -> list[list[Entry]]:
     return passes
 
 
-def _begins(entry: Entry) -> bool:
-    return entry.key.name == "input_ids" and not entry.key.recompute
-
-
 def _early(recording: Recording, renaming: Renaming) -> int:
     """Count what could be compared but for its place before the first pass, where it belongs to no token."""
-    names = (entry.key.name for entry in takewhile(lambda entry: not _begins(entry), recording.entries))
+    names = takewhile(lambda name: name != "input_ids", (entry.key.name for entry in recording.entries))
     return sum(name != LOG_PROBS and not is_handed(name) and bool(renaming.of(name)) for name in names)
 
 

@@ -29,6 +29,7 @@ from true_on_policy.verify.workload import Workload, arrangements, counted, situ
 EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2, "incomplete": 2}
 UPDATES = 3
 SCORED_AT_ONCE = 8
+Jobs = list[Callable[[], LogProbs]]
 CONTROL_TOKENS = 500
 FLAGS = {f"contract.{field.name}": f"--{field.name.replace('_', '-')}" for field in fields(Contract)}
 
@@ -182,20 +183,14 @@ def _evidence(setup: Setup, engine: Engine, trainer: Trainer, scratch: Path) -> 
         tell(f"weights {version}: sampled {sum(len(sample.tokens) for sample in samples)} tokens")
         orders = dict(arrangements(samples, seed))
         starts = range(0, len(samples), SCORED_AT_ONCE)
-        done = _computed({
+        done = _computed({  # in the order of the fields of Evidence
             "prefill": [partial(engine.score, samples[start : start + SCORED_AT_ONCE]) for start in starts],
-            "trainer": _packed(trainer, samples, [[index] for index in range(len(samples))]),
+            "trainer": [partial(trainer.log_probs, [sample], [1.0]) for sample in samples],
             "trainer_tempered": _tempered(trainer, samples),
             **{name: _packed(trainer, samples, order) for name, order in orders.items()},
         })  # fmt: skip
-        evidence += Evidence(
-            samples=samples,
-            batches=[*map(len, batches)],
-            prefill=done["prefill"],
-            trainer=done["trainer"],
-            trainer_tempered=done["trainer_tempered"],
-            packed={name: _in_order(order, done[name]) for name, order in orders.items()},
-        )
+        packed = {name: _in_order(order, done.pop(name)) for name, order in orders.items()}
+        evidence += Evidence(samples, [*map(len, batches)], *done.values(), packed=packed)
     return evidence
 
 
@@ -206,9 +201,6 @@ def _control(setup: Setup) -> Evidence:
     samples = [*chain.from_iterable(batches)]
     with setup.started(TRAINERS, setup.plan.trainer, stock=True) as trainer:
         return Evidence(samples=samples, trainer_tempered=_computed({"": _tempered(trainer, samples)})[""])
-
-
-Jobs = list[Callable[[], LogProbs]]
 
 
 def _computed(jobs: Mapping[str, Jobs]) -> dict[str, LogProbs]:

@@ -214,12 +214,10 @@ def _of(part: Part, first: Mapping[str, Digest], weights: Weights) -> Iterator[D
             yield Difference(name, rank, f"the trainer holds no {lacking}")
             continue
         except (LookupError, ArithmeticError, ValueError, RuntimeError):
-            why = f"no cut of the trainer's has the engine's shape {list(digest.shape)}"
-            yield Difference(name, rank, why)
+            yield Difference(name, rank, f"no cut of the trainer's has the engine's shape {list(digest.shape)}")
             continue
         if tuple(ours.shape) != digest.shape:
-            why = f"shape {list(ours.shape)} against the engine's {list(digest.shape)}"
-            yield Difference(name, rank, why)
+            yield Difference(name, rank, f"shape {list(ours.shape)} against the engine's {list(digest.shape)}")
         elif Digest.of(ours.to(getattr(torch, digest.dtype))) != digest:
             yield Difference(name, rank, "other values")
 
