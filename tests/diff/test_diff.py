@@ -432,6 +432,7 @@ def test_an_unreadable_file_does_not_hide_the_others(tmp_path: Path):
         (lambda path: dump(dump_all(path, BASE), 2, "old.output", X), "two recordings lie here"),
         (lambda path: (path.mkdir(), torch.save(X.to_sparse(), path / "x.pt")), "without plain bytes"),
         (lambda path: (path.mkdir(), torch.save(X.to("meta"), path / "x.pt")), "without plain bytes"),
+        (lambda path: (path.mkdir(), torch.save({"a": {"b": X}, "a.b": X}, path / "x.pt")), "two values have one path"),
         (
             lambda path: (path.mkdir(), torch.save(X, path / "x.pt", _use_new_zipfile_serialization=False)),
             r"no archive of torch\.save \(torch 1\.6 or later\)",

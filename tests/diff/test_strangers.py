@@ -226,32 +226,16 @@ def test_what_stands_beside_a_tensor_is_compared(one: object, other: object, cod
         assert report(tmp_path / name, tmp_path / name).exit_code == 0
 
 
-class Tagged(torch.Tensor):
-    """A class of tensors whose bytes may mean anything."""
-
-
-def test_a_buffer_is_read_and_a_foreign_class_of_tensors_is_not(tmp_path: Path) -> None:
+def test_a_buffer_is_read(tmp_path: Path) -> None:
     for number in range(2):
         torch.save({"x": torch.nn.Buffer(X + number)}, tmp_path / f"{number}.pt")
     assert [report(tmp_path / "0.pt", tmp_path / f"{number}.pt").exit_code for number in range(2)] == [0, 1]
-    torch.save({"x": X.as_subclass(Tagged)}, tmp_path / "2.pt")
-    found = report(tmp_path / "2.pt", tmp_path / "2.pt")
-    assert found.exit_code == 2 and "Tagged" in found.rows[0].detail
 
 
-def test_two_values_of_one_path_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    torch.save({"a": {"b": X}, "a.b": X + 1}, tmp_path / "a.pt")
-    torch.save({"a.b": X, "a": {"b": X + 1}}, tmp_path / "b.pt")
-    assert report(tmp_path / "a.pt", tmp_path / "b.pt").exit_code == 2
-
-
-FRACTIONS = [("tokens", [[1.5, 2.5, 3.5], [4.5, 5.5]]), ("response_lengths", [2.5, 1])]
-
-
-@pytest.mark.parametrize(("column", "value"), FRACTIONS)
-def test_whole_numbers_of_a_hosts_dump_lose_no_fraction(column: str, value: list, tmp_path: Path) -> None:
-    torch.save(miles_dump(**{column: value}), tmp_path / "a.pt")
-    assert diff(tmp_path / "a.pt") == 2
+def test_whole_numbers_of_a_hosts_dump_lose_no_fraction(tmp_path: Path) -> None:
+    for columns in ({"tokens": [[1.5, 2.5, 3.5], [4.5, 5.5]]}, {"response_lengths": [2.5, 1]}):
+        torch.save(miles_dump(**columns), tmp_path / "a.pt")
+        assert diff(tmp_path / "a.pt") == 2
 
 
 def test_an_index_of_another_format_is_left_over(tmp_path: Path) -> None:

@@ -280,8 +280,7 @@ def test_what_was_recorded_before_the_first_tokens_is_counted(capsys: pytest.Cap
     sides = packed([[1, 2, 0]]), packed([[1, 2, 0]])
     for number, memory in enumerate(sides):
         memory.write("vision.output", torch.full((3, WIDTH), float(number)))
-        memory.write("attention_mask", torch.ones(1, 3))
-        memory.entries = memory.entries[-2:] + memory.entries[:-2]
+        memory.entries.insert(0, memory.entries.pop())
     show(by_token(*sides))
     assert "left out: recorded before the first input_ids  2" in capsys.readouterr().out
 

@@ -111,7 +111,6 @@ def test_an_engine_that_fails_a_request_is_told_but_not_probed() -> None:
 
 
 def test_an_answer_to_an_earlier_request_is_not_believed() -> None:
-    """As a proxy gives it that keeps answers: equal answers would show an engine that repeats itself."""
     with replayed("pinned", named=-1) as url:
         assert observe_engine(url).unseen == {}
     with replayed("pinned", named=0) as url:

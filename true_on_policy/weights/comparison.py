@@ -95,10 +95,7 @@ class Comparison:
 def compare(ask: Ask, weights: Mapping[str, Tensor]) -> Comparison:
     """Compare every tensor of the engine with the tensor that a trainer's weights should give.
 
-    The trainer's weights are rounded to the dtype of the engine's tensor first, as an update rounds them.
-
-    Args:
-        weights: by Hugging Face name.
+    The trainer's weights, by Hugging Face name, are rounded to the dtype of the engine's tensor, as an update does.
 
     Raises:
         NotSeenError: the engine does not tell its weights, or a side holds some in a form that cannot be compared.
@@ -114,11 +111,7 @@ def compare(ask: Ask, weights: Mapping[str, Tensor]) -> Comparison:
 
 
 def against(parts: Sequence[Part], weights: Mapping[str, Tensor]) -> Comparison:
-    """Compare the digests that an engine told with the tensors that a trainer's weights should give.
-
-    Args:
-        weights: by Hugging Face name.
-    """
+    """Compare the digests that an engine told with what a trainer's weights, by Hugging Face name, should give."""
     ours = Weights(weights)
     differences = [difference for part in parts for difference in _of(part, parts[0].digests, ours)]
     differences += [Difference(name, None, "the engine holds nothing of it") for name in ours.unused]
