@@ -178,7 +178,7 @@ def test_a_rank_of_tensor_parallelism_scores_its_own_part(
     rank: int, own_part: list[list[int]], scoring: tuple[Any, KeptScoring], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, own = scoring
-    own.host = cast(Any, Namespace(parallel=lambda: (Namespace(tp=Namespace(rank=lambda: rank)), Namespace())))
+    own.host = cast(Any, Namespace(parallel=lambda: (Namespace(tp=Namespace(rank=lambda: rank)), HOST.parallel()[1])))
     own.take([sequence := torch.tensor([5, 0, 0, 0])], [told(SETS)])
     logits, tables = torch.zeros(1, 4, VOCABULARY // 2), []
     monkeypatch.setattr(kept, "columns", lambda *given: tables.append(columns(*given)) or tables[-1])
