@@ -137,12 +137,15 @@ NUMPYS_OWN = {("numpy", "dtype"), ("numpy", "ndarray")} | {
     for module in ("numpy.core.multiarray", "numpy._core.multiarray")
     for name in ("scalar", "_reconstruct")
 }
+PLAIN = Opaque("torch.Tensor")  # the class of a tensor with attributes, such as a buffer of `torch.nn.Buffer`
 CALLED: Mapping[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
     ("torch._utils", "_rebuild_parameter_with_state"): lambda tensor, *_: tensor,
+    ("torch._tensor", "_rebuild_from_type_v2"): lambda call, kind, given, _: call(*given) if kind is PLAIN else kind(),
+    ("torch", "Tensor"): PLAIN,
     ("torch", "Size"): _size,
     ("torch", "device"): lambda kind, *_: kind,
     ("collections", "OrderedDict"): lambda: {},

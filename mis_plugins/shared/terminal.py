@@ -8,7 +8,7 @@ import io
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, TypeVar
 
 UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
@@ -79,12 +79,12 @@ def tell(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
-def progress(items: Sequence[T], what: str) -> Iterator[T]:
+def progress(items: Iterable[T], what: str) -> Iterator[T]:
     """Yield the items, and print every two seconds on stderr how many of them are done."""
-    printed = time.monotonic()
+    printed, total = time.monotonic(), f" of {len(items)}" if isinstance(items, Sized) else ""
     for done, item in enumerate(items):
         if time.monotonic() - printed >= SECONDS:
-            tell(f"{done} of {len(items)} {what}")
+            tell(f"{done}{total} {what}")
             printed = time.monotonic()
         yield item
 

@@ -21,7 +21,7 @@ from true_on_policy.diff.log_prob_record import LogProbRecord
 from true_on_policy.diff.module_recorder import record
 from true_on_policy.diff.names import correspondence
 from true_on_policy.diff.records import Entry, Key, Recording, numbered
-from true_on_policy.diff.tensors import DIFFERENT, EQUAL, NOT_COMPARABLE, Report
+from true_on_policy.diff.tensors import Report
 from true_on_policy.diff.tokens import compare_by_token
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.trainers.hf import HuggingFace
@@ -143,7 +143,7 @@ def test_steps_batches_and_packs_agree(drawn: Drawn, chunk: int, left: bool):
     for trained in (padded(whole, left), packed(whole)):
         stepped = engine(drawn, chunk)
         for found in (by_token(stepped, trained), by_token(trained, stepped)):
-            assert found.exit_code == EQUAL and statuses(found) == BOTH_EQUAL
+            assert found.exit_code == 0 and statuses(found) == BOTH_EQUAL
             assert found.tokens is not None and found.tokens >= len(computed)
 
 
@@ -155,34 +155,34 @@ def test_another_value_is_found_at_its_token(drawn: Drawn, data: st.DataObject):
     position, place = data.draw(st.integers(0, len(whole[number]) - 1)), data.draw(st.integers(0, WIDTH - 1))
     row = sum(map(len, whole[:number])) + position
     found = by_token(packed(whole), packed(whole, (row, place)))
-    assert found.exit_code == DIFFERENT and found.first is not None and found.first.mismatch is not None
+    assert found.exit_code == 1 and found.first is not None and found.first.mismatch is not None
     assert found.first.mismatch.coordinate == (number, position, place)
     assert found.first.mismatch.count == 1
     # The engine never computes on the last token; an earlier one is found in its steps too.
     followed = any(s[: position + 1] == whole[number][: position + 1] and len(s) > position + 1 for s in whole)
     stepped = engine(drawn)
-    wanted = DIFFERENT if followed else EQUAL
+    wanted = 1 if followed else 0
     assert by_token(stepped, packed(whole, (row, place))).exit_code == wanted
 
 
 def test_all_computations_of_a_token_are_compared():
     """Two samples of one prompt: the trainer's first row is equal, its second has other bits."""
     sampled = engine([([1, 2], [0])])
-    assert by_token(sampled, packed([[1, 2], [1, 2]])).exit_code == EQUAL
-    assert by_token(sampled, packed([[1, 2], [1, 2]], (3, 0))).exit_code == DIFFERENT
+    assert by_token(sampled, packed([[1, 2], [1, 2]])).exit_code == 0
+    assert by_token(sampled, packed([[1, 2], [1, 2]], (3, 0))).exit_code == 1
 
 
 def test_a_token_of_one_side_alone():
     """The last token of a sequence may be; any other that is missing cannot be compared."""
     sampled = engine([([1, 2], [0, 1])])  # computes on three tokens
     for whole, code in (
-        ([[1, 2, 0, 1]], EQUAL),
-        ([[1, 2, 0]], EQUAL),
-        ([[1, 2]], EQUAL),
-        ([[1, 2, 0, 1, 1]], NOT_COMPARABLE),
-        ([[1]], NOT_COMPARABLE),
-        ([[2, 2, 0, 1]], NOT_COMPARABLE),
-        ([[1, 2, 0, 1], [2]], NOT_COMPARABLE),
+        ([[1, 2, 0, 1]], 0),
+        ([[1, 2, 0]], 0),
+        ([[1, 2]], 0),
+        ([[1, 2, 0, 1, 1]], 2),
+        ([[1]], 2),
+        ([[2, 2, 0, 1]], 2),
+        ([[1, 2, 0, 1], [2]], 2),
     ):
         assert by_token(sampled, packed(whole)).exit_code == code, whole
     detail = by_token(sampled, packed([[1, 2, 0, 1, 1]])).rows[0].detail
@@ -193,8 +193,8 @@ def test_a_token_of_one_side_alone():
     ("a", "b"), [([[1, 2, 0]], [[1, 2, 1]]), ([[1, 2, 0], [2, 1]], [[1, 2, 1], [2, 0]]), ([[1, 2]], [[1, 0, 1]])]
 )
 def test_another_last_token_that_both_sides_computed_is_missing(a: Sequences, b: Sequences):
-    assert by_token(packed(a), packed(b)).exit_code == NOT_COMPARABLE
-    assert by_token(packed(b), packed(a)).exit_code == NOT_COMPARABLE
+    assert by_token(packed(a), packed(b)).exit_code == 2
+    assert by_token(packed(b), packed(a)).exit_code == 2
 
 
 def test_what_a_module_is_handed_is_not_compared():
@@ -203,7 +203,7 @@ def test_what_a_module_is_handed_is_not_compared():
     for memory, mask in zip(sides, ([[1, 2], [3, 4]], [[4, 3], [2, 1]]), strict=True):
         memory.write("layers.0.inputs.attention_mask", torch.tensor(mask))
         memory.write("layers.0.attn.inputs.position_ids", torch.tensor([mask[0]]))
-    assert by_token(*sides).exit_code == EQUAL
+    assert by_token(*sides).exit_code == 0
 
 
 @pytest.mark.parametrize("shape", [(12,), (6,), (12, 3), (6, 3), (2, 3, 4)])
@@ -213,10 +213,10 @@ def test_a_constant_is_left_out_whatever_its_length(shape: tuple[int, ...]):
     for memory in sides:
         memory.write("rotary.output", torch.arange(float(torch.Size(shape).numel())).view(shape))
     found = by_token(*sides)
-    assert (found.exit_code, found.no_rows, statuses(found)) == (EQUAL, 2, BOTH_EQUAL)
+    assert (found.exit_code, found.no_rows, statuses(found)) == (0, 2, BOTH_EQUAL)
     sides[1].write("input_ids", torch.tensor([[1]]))
     sides[1].write("rotary.output", torch.ones(shape))
-    assert by_token(*sides).exit_code != EQUAL
+    assert by_token(*sides).exit_code != 0
 
 
 def test_a_preempted_request_is_computed_again():
@@ -224,8 +224,8 @@ def test_a_preempted_request_is_computed_again():
     for part in (("r", 0, 2), ("r", 2, 3), ("r", 0, 3), ("r", 3, 4)):
         engine_pass(memory, requests, [part])
     found = by_token(memory, packed([[1, 2, 0, 1]]))
-    assert (found.exit_code, found.tokens) == (EQUAL, 7)
-    assert by_token(memory, packed([[1, 2, 0, 1]], (1, 0))).exit_code == DIFFERENT
+    assert (found.exit_code, found.tokens) == (0, 7)
+    assert by_token(memory, packed([[1, 2, 0, 1]], (1, 0))).exit_code == 1
 
 
 IDS = ("input_ids", torch.zeros(2, 3).long())
@@ -264,16 +264,25 @@ def test_a_tensor_with_other_rows_on_one_side_is_not_taken_for_equal():
     a, b = packed([[1, 2, 0]]), packed([[1, 2, 0]])
     b.replace("norm.output", torch.full((4, WIDTH), 7.0))
     for found, side in ((by_token(a, b), "B"), (by_token(b, a), "A")):
-        assert found.exit_code == NOT_COMPARABLE and statuses(found)["norm.output"] == "not comparable"
+        assert found.exit_code == 2 and statuses(found)["norm.output"] == "not comparable"
         (row,) = (row for row in found.rows if row.status == "not comparable")
         assert row.detail == f"{side} has not one row for each token"
 
 
 def test_what_has_no_rows_on_both_sides_is_counted(capsys: pytest.CaptureFixture[str]):
     found = by_token(packed([[1, 2, 0]]), packed([[1, 2, 0]]))
-    assert found.exit_code == EQUAL and found.no_rows == 1
+    assert found.exit_code == 0 and found.no_rows == 1
     show(found)
     assert "left out: not one row a token  1" in capsys.readouterr().out
+
+
+def test_what_was_recorded_before_the_first_tokens_is_counted(capsys: pytest.CaptureFixture[str]):
+    sides = packed([[1, 2, 0]]), packed([[1, 2, 0]])
+    for number, memory in enumerate(sides):
+        memory.write("vision.output", torch.full((3, WIDTH), float(number)))
+        memory.entries.insert(0, memory.entries.pop())
+    show(by_token(*sides))
+    assert "left out: recorded before the first input_ids  2" in capsys.readouterr().out
 
 
 def test_a_table_whose_rows_are_a_multiple_of_one_sides_tokens_is_left_out():
@@ -291,7 +300,7 @@ def test_another_dtype():
     a, b = packed([[1, 2]]), packed([[1, 2]])
     b.replace("norm.output", hidden([1, 2]).double())
     found = by_token(a, b)
-    assert found.exit_code == NOT_COMPARABLE and statuses(found)["norm.output"] == "other dtype"
+    assert found.exit_code == 2 and statuses(found)["norm.output"] == "other dtype"
 
 
 class Wrapper(nn.Module):
@@ -320,7 +329,7 @@ def test_real_models_from_files(tiny_fp32: Path, tmp_path: Path, proof_command: 
         with record(megatron.model, tmp_path / "megatron") as recorder:
             megatron.logits(whole[::-1])
     words = ["diff", tmp_path / "hf", tmp_path / "megatron", "--model", tiny_fp32, "--by-token"]
-    assert "pairs of tokens           10" in proof_command(*words, code=EQUAL).out
+    assert "pairs of tokens           10" in proof_command(*words, code=0).out
     # A record of log-probs says itself which token is which.
     recorder.log_probs(LogProbRecord.from_sequences([[9]], [[-0.5]]))
-    assert "log_probs            missing in A" in proof_command(*words, code=NOT_COMPARABLE).out
+    assert "log_probs            missing in A" in proof_command(*words, code=2).out

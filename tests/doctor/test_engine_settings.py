@@ -110,6 +110,15 @@ def test_an_engine_that_fails_a_request_is_told_but_not_probed() -> None:
         assert row not in seen.settings and "/generate answered 500: out of memory" in seen.why(row)
 
 
+def test_an_answer_to_an_earlier_request_is_not_believed() -> None:
+    with replayed("pinned", named=-1) as url:
+        assert observe_engine(url).unseen == {}
+    with replayed("pinned", named=0) as url:
+        seen = observe_engine(url)
+    for row in PROBED:
+        assert row not in seen.settings and "the answer to another request" in seen.why(row)
+
+
 def test_an_engine_that_does_not_answer_is_not_seen_at_all() -> None:
     seen = observe_engine(f"http://127.0.0.1:{free_port()}")
     assert seen.settings == {} and "refused" in seen.why("SGLang") and ALL in seen.unseen

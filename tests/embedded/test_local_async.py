@@ -33,7 +33,6 @@ from lab.host.model.engine import DecodeEngine
 from lab.host.rollout.sampler import Rollout, draw
 from lab.host.train.parallel import initialize, launch
 from mis_plugins.metrics.staleness import COLUMNS
-from mis_plugins.shared.shell import INTERRUPTED
 
 LEARNS = "--advantage-estimator reinforce --reward-shift -1 --lr 1e-3"  # failures push: --smoke never succeeds
 DUMP = f"--rollout-data-postprocess-path {__name__}.dump"
@@ -277,7 +276,7 @@ def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_no_process(tmp_path:
         process.join(timeout=120)
     finally:
         process.kill()
-    assert process.exitcode == INTERRUPTED
+    assert process.exitcode == 130
     assert "interrupted" in (said := (tmp_path / "stderr").read_text()) and "Traceback" not in said
     assert not group(process.pid)
     rows = records(tmp_path)
@@ -311,7 +310,7 @@ def test_across_a_resume_no_sample_is_lost_or_counted_twice(tmp_path: Path, warm
     assert run(still, synchronous, warm, rollouts=5) == 0
     pace = f"{still} --async --max-head-offpolicyness 2 --rollout-steps-per-update 2 --save {resumed}"
     interrupted = f"--rollout-data-postprocess-path {__name__}.interrupt_at_rollout_1"
-    assert run(f"{pace} {interrupted}", resumed, warm, rollouts=5) == INTERRUPTED
+    assert run(f"{pace} {interrupted}", resumed, warm, rollouts=5) == 130
     assert [row["rollout"] for row in records(resumed)] == [0, 1], "two rollouts more were under way"
     assert run(f"{pace} --load {resumed}", resumed, warm, rollouts=5) == 0
     assert [row["rollout"] for row in records(resumed)] == [0, 1, 2, 3, 4]

@@ -13,7 +13,6 @@ from test_local_loop import MIS, configured, records, run
 
 from lab.host.rollout.tasks import EOS
 from mis_plugins.mis import Answer, compute_mis_weights_with_cp
-from mis_plugins.shared.shell import REFUSED
 
 # Failures push, so that parameters move although a policy that knows nothing earns nothing.
 PUSHED = "--advantage-estimator reinforce --reward-shift -1"
@@ -121,5 +120,5 @@ def test_an_engine_that_is_not_installed_is_named_by_what_to_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SGLANG_VENV", str(tmp_path / "nowhere"))
-    assert run("--rollout-engine sglang --true-on-policy", tmp_path / "run") == REFUSED
+    assert run("--rollout-engine sglang --true-on-policy", tmp_path / "run") == 2
     assert "no sglang there; run `bash" in capfd.readouterr().err

@@ -4,7 +4,7 @@ import math
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -171,6 +171,19 @@ def test_a_share_of_the_vocabulary_and_of_a_response_has_its_part_of_the_sets() 
     assert [row.nonzero().flatten().tolist() for row in table] == [[0, 2], [3], [0, 1, 2, 3]]
     with pytest.raises(InputError, match="kept sets of 3 tokens of a response, and logits score 2"):
         columns(told([*SETS, []]), [(0, 1), (2, 4)], 4, torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize(("rank", "own_part"), [(0, [[1], [2], [0]]), (1, [[0, 2], [], [3]])])
+def test_a_rank_of_tensor_parallelism_scores_its_own_part(
+    rank: int, own_part: list[list[int]], scoring: tuple[Any, KeptScoring], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, own = scoring
+    own.host = cast(Any, Namespace(parallel=lambda: (Namespace(tp=Namespace(rank=lambda: rank)), HOST.parallel()[1])))
+    own.take([sequence := torch.tensor([5, 0, 0, 0])], [told(SETS)])
+    logits, tables = torch.zeros(1, 4, VOCABULARY // 2), []
+    monkeypatch.setattr(kept, "columns", lambda *given: tables.append(columns(*given)) or tables[-1])
+    scored(module, logits, {"unconcat_tokens": [sequence], "total_lengths": [4], "response_lengths": [3]})
+    assert [row.nonzero().flatten().tolist() for row in tables[0]] == own_part
 
 
 def test_a_sequence_without_sets_is_refused(scoring: tuple[Any, KeptScoring]) -> None:

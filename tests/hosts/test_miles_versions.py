@@ -14,7 +14,7 @@ from stand_in_hosts import LAYOUTS, Bodies, Output
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts.adapters.miles import NEEDS, Miles
-from mis_plugins.hosts.versions import generate
+from mis_plugins.hosts.versions import generate, kept
 from mis_plugins.hosts.versions.rollouts import Numbering, Shelf
 from mis_plugins.hosts.versions.samples import Note
 from mis_plugins.versions.spans import Request, spans
@@ -68,10 +68,13 @@ def test_a_sample_that_the_host_drops_leaves(fresh: Numbering) -> None:
     fresh.shelf.say(number, 1, [2], [1])  # the late token of a call that is cancelled
 
 
+KEPT = [[11], [12, 5], [13], [14, 6]]
+
+
 def chunks(incremental: bool, finish: str | None = "stop") -> AsyncIterator[dict[str, Any]]:
     """Four tokens: two chunks under version 3, one under 4."""
-    rows, heard = [[-0.5, 11], [-0.25, 12], [-1.5, 13], [-2.0, 14]], [3, 3, 4]
-    return streamed(rows, [1, 3, 4], [3, 3, 4, 4], heard=heard, incremental=incremental, finish=finish)
+    rows, ends, sets = [[-0.5, 11], [-0.25, 12], [-1.5, 13], [-2.0, 14]], [1, 3, 4], {kept.MASK: KEPT}
+    return streamed(rows, ends, [3, 3, 4, 4], heard=[3, 3, 4], incremental=incremental, finish=finish, **sets)
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -81,6 +84,7 @@ def test_a_stream_is_heard_whole(incremental: bool, fresh: Numbering) -> None:
     output = asyncio.run(generate.heard(chunks(incremental), number))
     assert output["text"] == "abcd"
     assert [row[1] for row in output["meta_info"]["output_token_logprobs"]] == [11, 12, 13, 14]
+    assert output["meta_info"][kept.MASK] == KEPT and kept.LOG_PROBS not in output["meta_info"]
     assert shelf(fresh).waiting(3, -1).requests == [Request(number, (7, 8, 11, 12, 13), (0, 1, 2))]
 
 

@@ -13,11 +13,14 @@ RECORDED = json.loads((Path(__file__).parent / "recorded_sglang.json").read_text
 
 
 @contextmanager
-def replayed(kind: str, told: dict | None = None, broken: str = "", answers: list | None = None) -> Iterator[str]:
+def replayed(
+    kind: str, told: dict | None = None, broken: str = "", answers: list | None = None, named: int | None = None
+) -> Iterator[str]:
     """The URL of a server that answers as `kind` did; `told` replaces keys of /server_info, `answers` its generations.
 
-    Requests of the path `broken` are answered 500.
+    Requests of the path `broken` are answered 500. Answers name the request of the number `named` as theirs.
     """
+    names: list[str] = []
 
     left = list(answers or RECORDED[kind]["generate"])  # a request that was repeated has several answers, in order
 
@@ -27,7 +30,11 @@ def replayed(kind: str, told: dict | None = None, broken: str = "", answers: lis
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._answer(left.pop([asked for asked, _ in left].index(body))[1])
+            names.append(body.pop("rid"))
+            answers = left.pop([asked for asked, _ in left].index(body))[1]
+            if named is not None:
+                answers = [{"meta_info": each["meta_info"] | {"id": f"{names[named]}_0"}} for each in answers]
+            self._answer(answers)
 
         def _answer(self, value) -> None:
             self.send_response(500 if self.path == broken else 200)

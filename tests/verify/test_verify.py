@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lab import certificate_picture
+from mis_plugins.shared import terminal
 from mis_plugins.shared.provenance import commit
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.families import tiny_models
@@ -74,6 +76,13 @@ def test_engine_and_trainer_agree(model: str, trainer: str, dtype: str, norm_ord
     read = run("--trainer", trainer, "--dtype", dtype, "--norm-order", norm_order, "--model", model)
     assert read.out.endswith("verdict: equal\n")
     assert active_backend() is None
+
+
+def test_a_verification_says_how_far_it_is(run: ProofCommand, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(terminal, "SECONDS", 0.0)
+    told = run("--trainer", "hf").err
+    assert len(re.findall(r"\n0 of \d+ computations done\n1 of ", told)) == 5, "of four weights and of the control"
+    assert "\n1 batches sampled\n" in told
 
 
 def test_the_flag_of_a_backend_is_refused_by_the_name_of_ours(run: ProofCommand):

@@ -63,6 +63,7 @@ def show(report: Report) -> None:
     unmatched = {
         "left out: no counterpart": report.left_out,
         "left out: not one row a token": report.no_rows,
+        "left out: recorded before the first input_ids": report.early,
         "left out: masked tokens": report.masked,
     }
     counts |= {what: count for what, count in unmatched.items() if count}
@@ -103,7 +104,7 @@ def write_json(report: Report, file: Path) -> None:
         "a": str(report.a),
         "b": str(report.b),
         "verdict": VERDICTS[report.exit_code],
-        **{name: getattr(report, name) for name in ("counts", "left_out", "no_rows", "tokens", "masked")},
+        **{name: getattr(report, name) for name in ("counts", "left_out", "no_rows", "early", "tokens", "masked")},
         "first_divergence": report.first and {
             "operation": report.first.operation,
             "tensor": _as_json(report.first),

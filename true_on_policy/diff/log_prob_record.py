@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,9 @@ class LogProbRecord:
                 raise RecordError(f"{name}: sequences of {held} values for tokens of {lengths}")
         flat = [value for sequence in log_probs for value in sequence]
         return cls(
-            tokens=torch.tensor([token for sequence in tokens for token in sequence], dtype=torch.int64),
+            tokens=torch.tensor([index(token) for sequence in tokens for token in sequence], dtype=torch.int64),
             log_probs=_exact(flat, dtype),
-            versions=torch.tensor([version for sequence in versions for version in sequence], dtype=torch.int64),
+            versions=torch.tensor([index(each) for sequence in versions for each in sequence], dtype=torch.int64),
             cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
             metadata=metadata or {},
         )
@@ -199,7 +200,7 @@ def _rows(columns: Mapping[str, Any]) -> Samples:
     for name, column in opened.items():
         if column is not None and name not in per_sample:
             raise RecordError(f"{name}: not one entry for each of {count} samples")
-    return [{name: column[index] for name, column in per_sample.items()} for index in range(count)]
+    return [{name: column[number] for name, column in per_sample.items()} for number in range(count)]
 
 
 def log_prob_records(samples: Samples) -> Iterator[tuple[str, LogProbRecord]]:
@@ -236,7 +237,7 @@ def _record(name: str, samples: Samples) -> LogProbRecord:
 
 def _split(sample: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """Split the tokens of a sample into its prompt and its response."""
-    length = next((int(tensor_of(sample[name])) for name in LENGTHS if name in sample), None)
+    length = next((index(tensor_of(sample[name])) for name in LENGTHS if name in sample), None)
     if length is None:
         raise RecordError(f"a sample without {' or '.join(LENGTHS)}")
     tokens = _plain(sample["tokens"])

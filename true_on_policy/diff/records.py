@@ -284,7 +284,10 @@ def _pt(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
         for name, record in log_prob_records(samples):
             yield name, lambda record=record: record
         return
-    for name, leaf in _leaves(loaded):
+    leaves = [*_leaves(loaded)]
+    if len({name for name, _ in leaves}) < len(leaves):
+        raise RecordError(f"{file}: two values have one path, so that neither can be told from the other")
+    for name, leaf in leaves:
         yield name, partial(_loaded, leaf, file)
 
 
@@ -306,11 +309,15 @@ def _loaded(leaf: Any, file: Path) -> Value:
 def _of_numbers(numbers: Sequence[float | None]) -> Tensor:
     """Build a tensor of int64 where all numbers are whole, else of float64; a missing number has the bits MISSING.
 
-    Where neither dtype holds every whole number exactly, the tensor has the letters of the numbers.
+    Truth values alone become bools. Where they stand beside numbers, or neither dtype holds every whole number exactly,
+    the tensor has the letters of the numbers.
     """
+    types = {*map(type, numbers)}
+    if types == {bool}:
+        return torch.tensor(numbers)
     whole = [number for number in numbers if isinstance(number, int)]
     kind = torch.int64 if all(number is None or isinstance(number, int) for number in numbers) else torch.float64
-    if not all(-EXACT[kind] <= number < EXACT[kind] for number in whole):
+    if bool in types or not all(-EXACT[kind] <= number < EXACT[kind] for number in whole):
         return torch.frombuffer(bytearray(repr(list(numbers)).encode()), dtype=torch.uint8)
     missing = torch.tensor([number is None for number in numbers])
     values = torch.tensor([0 if number is None else number for number in numbers], dtype=kind)

@@ -58,6 +58,7 @@ class Report:
     rows: one row a tensor, in execution order of A; tensors that A lacks come last.
     left_out: how many tensors of either side have no counterpart by the table of frameworks or the map.
     no_rows: how many values were not compared by token: texts, and tensors of which neither side has one row a token.
+    early: how many values were not compared by token, since they were recorded before the first `input_ids`.
     tokens: how many pairs of tokens were compared; None where tensors were not matched by token.
     masked: how many tokens of a host's dump its loss mask leaves out.
     """
@@ -67,6 +68,7 @@ class Report:
     rows: tuple[Row, ...]
     left_out: int = 0
     no_rows: int = 0
+    early: int = 0
     tokens: int | None = None
     masked: int = 0
 

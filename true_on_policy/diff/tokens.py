@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from hashlib import blake2b
-from itertools import groupby
+from itertools import groupby, takewhile
 from math import prod
 
 import torch
@@ -109,6 +109,7 @@ def compare_by_token(a: Recording, b: Recording, names: Correspondence, heads: H
         rows=(*alone, *(row for row in rows if row), *_log_probs(a, b)),
         left_out=left_out(a, names.a) + left_out(b, names.b),
         no_rows=rows.count(None),
+        early=_early(a, names.a) + _early(b, names.b),
         tokens=len(pairs),
     )
 
@@ -134,6 +135,12 @@ def _passes(recording: Recording) -> list[list[Entry]]:
     if not passes:
         raise RecordError(f"{recording.path}: records no input_ids, which tell the token of each row")
     return passes
+
+
+def _early(recording: Recording, renaming: Renaming) -> int:
+    """Count what could be compared but for its place before the first pass, where it belongs to no token."""
+    names = takewhile(lambda name: name != "input_ids", (entry.key.name for entry in recording.entries))
+    return sum(name != LOG_PROBS and not is_handed(name) and bool(renaming.of(name)) for name in names)
 
 
 def _tokens(recording: Recording, passes: Sequence[Sequence[Entry]]) -> Iterator[Token]:

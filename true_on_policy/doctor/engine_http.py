@@ -5,6 +5,7 @@ requests are few and short, but real: an engine that serves a training run answe
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from secrets import token_hex
 from typing import Any, TypeVar
 
 from jaxtyping import Float32
@@ -150,9 +151,17 @@ def _score(url: str, sequences: Sequence[Sequence[int]]) -> Answer:
 def _answered(
     url: str, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any], read: Callable[[list], T], **more: int
 ) -> T:
-    """Read the answers of /generate, one for each prompt."""
+    """Read the answers of /generate, one for each prompt; each request has a name of its own, which SGLang repeats."""
     body = {"input_ids": [*map(list, prompts)], "sampling_params": sampling, "return_logprob": True, **more}
-    return _asked(url, "/generate", body, lambda answers: read(list_of(answers, len(prompts), "answers")))
+    name = token_hex()
+
+    def checked(answers: Any) -> T:
+        for answer in list_of(answers, len(prompts), "answers"):
+            if not str(answer["meta_info"].get("id", name)).startswith(name):
+                raise EngineError("the answer to another request; name the engine's own address, and no cache or proxy")
+        return read(answers)
+
+    return _asked(url, "/generate", body | {"rid": name}, checked)
 
 
 def _sampled(prompt: Sequence[int], answer: Any) -> Answer:

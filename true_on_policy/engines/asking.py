@@ -93,17 +93,12 @@ def exchanged(
     limit: int = LIMIT,
     key: str = "",
 ) -> bytes:
-    """Send one request and return the body of its answer.
-
-    Args:
-        where: what an error calls the server.
-        seconds: the deadline of the whole answer, from the name of the host to the last byte.
-        limit: the most bytes that the answer may have.
+    """Send one request and return the body of its answer; an error calls the server `where`.
 
     Raises:
         EngineError: no answer came in time and within the limit, or the server refuses the request.
     """
-    headers = {"Content-Type": "application/json", "Connection": "close"}
+    headers = {"Content-Type": "application/json", "Connection": "close", "Cache-Control": "no-cache"}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
     sent = None if body is None else json.dumps(body).encode()
     wire = _Wire(SCHEMES[address.scheme](address.netloc, timeout=seconds))

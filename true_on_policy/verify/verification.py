@@ -2,10 +2,11 @@
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from logging import ERROR, getLogger
 from math import ceil
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from mis_plugins.shared.files import check_writable
 from mis_plugins.shared.provenance import commit
-from mis_plugins.shared.terminal import tell
+from mis_plugins.shared.terminal import progress, tell
 from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
 from true_on_policy.contract.rounding import NormOrder, agreed_order
 from true_on_policy.contract.sides import ENGINES, TRAINERS
@@ -28,6 +29,7 @@ from true_on_policy.verify.workload import Workload, arrangements, counted, situ
 EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2, "incomplete": 2}
 UPDATES = 3
 SCORED_AT_ONCE = 8
+Jobs = list[Callable[[], LogProbs]]
 CONTROL_TOKENS = 500
 FLAGS = {f"contract.{field.name}": f"--{field.name.replace('_', '-')}" for field in fields(Contract)}
 
@@ -179,14 +181,16 @@ def _evidence(setup: Setup, engine: Engine, trainer: Trainer, scratch: Path) -> 
         batches = setup.workload.sample(engine.generate, share, full_set=version == UPDATES)
         samples = [*chain.from_iterable(batches)]
         tell(f"weights {version}: sampled {sum(len(sample.tokens) for sample in samples)} tokens")
-        evidence += Evidence(
-            samples=samples,
-            batches=[*map(len, batches)],
-            prefill=_scores(engine, samples),
-            trainer=[trainer.log_probs([sample], [1.0])[0] for sample in samples],
-            trainer_tempered=_tempered(trainer, samples),
-            packed={name: _packed(trainer, samples, batches) for name, batches in arrangements(samples, seed)},
-        )
+        orders = dict(arrangements(samples, seed))
+        starts = range(0, len(samples), SCORED_AT_ONCE)
+        done = _computed({  # in the order of the fields of Evidence
+            "prefill": [partial(engine.score, samples[start : start + SCORED_AT_ONCE]) for start in starts],
+            "trainer": [partial(trainer.log_probs, [sample], [1.0]) for sample in samples],
+            "trainer_tempered": _tempered(trainer, samples),
+            **{name: _packed(trainer, samples, order) for name, order in orders.items()},
+        })  # fmt: skip
+        packed = {name: _in_order(order, done.pop(name)) for name, order in orders.items()}
+        evidence += Evidence(samples, [*map(len, batches)], *done.values(), packed=packed)
     return evidence
 
 
@@ -196,21 +200,24 @@ def _control(setup: Setup) -> Evidence:
         batches = setup.workload.sample(engine.generate, min(setup.plan.tokens, CONTROL_TOKENS))
     samples = [*chain.from_iterable(batches)]
     with setup.started(TRAINERS, setup.plan.trainer, stock=True) as trainer:
-        return Evidence(samples=samples, trainer_tempered=_tempered(trainer, samples))
+        return Evidence(samples=samples, trainer_tempered=_computed({"": _tempered(trainer, samples)})[""])
 
 
-def _scores(engine: Engine, samples: Sequence[Sample]) -> LogProbs:
-    starts = range(0, len(samples), SCORED_AT_ONCE)
-    return [score for start in starts for score in engine.score(samples[start : start + SCORED_AT_ONCE])]
+def _computed(jobs: Mapping[str, Jobs]) -> dict[str, LogProbs]:
+    """Run all jobs, saying every two seconds how many are done, and join the log-probs of each name."""
+    done = iter([job() for job in progress([*chain.from_iterable(jobs.values())], "computations done")])
+    return {name: [*chain.from_iterable(islice(done, len(part)))] for name, part in jobs.items()}
 
 
-def _tempered(trainer: Trainer, samples: Sequence[Sample]) -> LogProbs:
-    return [trainer.log_probs([sample], [sample.request.temperature])[0] for sample in samples]
+def _tempered(trainer: Trainer, samples: Sequence[Sample]) -> Jobs:
+    return [partial(trainer.log_probs, [sample], [sample.request.temperature]) for sample in samples]
 
 
-def _packed(trainer: Trainer, samples: Sequence[Sample], batches: Sequence[Sequence[int]]) -> LogProbs:
-    computed = {}
-    for batch in batches:
-        log_probs = trainer.log_probs([samples[index] for index in batch], [1.0] * len(batch))
-        computed |= dict(zip(batch, log_probs, strict=True))
-    return [computed[index] for index in range(len(samples))]
+def _packed(trainer: Trainer, samples: Sequence[Sample], order: Sequence[Sequence[int]]) -> Jobs:
+    return [partial(trainer.log_probs, [samples[index] for index in batch], [1.0] * len(batch)) for batch in order]
+
+
+def _in_order(order: Sequence[Sequence[int]], log_probs: LogProbs) -> LogProbs:
+    """Return the log-probs of batches in the order of their samples."""
+    by_index = dict(zip(chain.from_iterable(order), log_probs, strict=True))
+    return [by_index[index] for index in range(len(by_index))]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mis_plugins.shared.terminal import progress
 from true_on_policy.contract.specs import Ability
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.verify.certificate import Evidence
@@ -43,14 +44,10 @@ class Workload:
     def sample(
         self, generate: Callable[[Sequence[Request]], list[Sample]], tokens: int, full_set: bool = False
     ) -> list[list[Sample]]:
-        """Sample whole batches by `generate` until their samples hold at least `tokens` tokens.
-
-        Args:
-            full_set: whether to go on until this call or an earlier call has sampled a full set.
-        """
+        """Sample whole batches until they hold `tokens` tokens, and by `full_set` until a full set was ever sampled."""
         done: list[Sample] = []
         batches: list[list[Sample]] = []
-        for batch in self._batches(done):
+        for batch in progress(self._batches(done), "batches sampled"):
             batches.append(generate(batch))
             done += batches[-1]
             enough = sum(len(sample.tokens) for sample in done) >= tokens

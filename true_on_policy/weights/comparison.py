@@ -95,10 +95,7 @@ class Comparison:
 def compare(ask: Ask, weights: Mapping[str, Tensor]) -> Comparison:
     """Compare every tensor of the engine with the tensor that a trainer's weights should give.
 
-    The trainer's weights are rounded to the dtype of the engine's tensor first, as an update rounds them.
-
-    Args:
-        weights: by Hugging Face name.
+    The trainer's weights, by Hugging Face name, are rounded to the dtype of the engine's tensor, as an update does.
 
     Raises:
         NotSeenError: the engine does not tell its weights, or a side holds some in a form that cannot be compared.
@@ -114,11 +111,7 @@ def compare(ask: Ask, weights: Mapping[str, Tensor]) -> Comparison:
 
 
 def against(parts: Sequence[Part], weights: Mapping[str, Tensor]) -> Comparison:
-    """Compare the digests that an engine told with the tensors that a trainer's weights should give.
-
-    Args:
-        weights: by Hugging Face name.
-    """
+    """Compare the digests that an engine told with what a trainer's weights, by Hugging Face name, should give."""
     ours = Weights(weights)
     differences = [difference for part in parts for difference in _of(part, parts[0].digests, ours)]
     differences += [Difference(name, None, "the engine holds nothing of it") for name in ours.unused]
@@ -214,12 +207,10 @@ def _of(part: Part, first: Mapping[str, Digest], weights: Weights) -> Iterator[D
             yield Difference(name, rank, f"the trainer holds no {lacking}")
             continue
         except (LookupError, ArithmeticError, ValueError, RuntimeError):
-            why = f"no cut of the trainer's has the engine's shape {list(digest.shape)}"
-            yield Difference(name, rank, why)
+            yield Difference(name, rank, f"no cut of the trainer's has the engine's shape {list(digest.shape)}")
             continue
         if tuple(ours.shape) != digest.shape:
-            why = f"shape {list(ours.shape)} against the engine's {list(digest.shape)}"
-            yield Difference(name, rank, why)
+            yield Difference(name, rank, f"shape {list(ours.shape)} against the engine's {list(digest.shape)}")
         elif Digest.of(ours.to(getattr(torch, digest.dtype))) != digest:
             yield Difference(name, rank, "other values")
 
