@@ -22,9 +22,9 @@ from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.metrics import slope
 from mis_plugins.metrics.slope import STANDARD_ERRORS
 from mis_plugins.report.changes import SIDE, Change
-from mis_plugins.report.evidence import LONG_ENOUGH, RELATED, Evidence, Moments
+from mis_plugins.report.evidence import LONG_ENOUGH, RELATED, Evidence, Moments, as_normal
 from mis_plugins.report.lists import Pairing
-from mis_plugins.report.places import SHARES
+from mis_plugins.report.places import PLACES, SHARES, Tables
 
 LEAST_SEQUENCES = 16
 END_FACTOR = 5.0
@@ -39,7 +39,8 @@ CUT_DEEP, CUT_MASS = 0.7, 1.2  # largest mean ratio and `mass` of tokens that a 
 PROPORTIONAL = 0.75  # of (log r)^2 that a factor accounts for: one list is the other's multiple
 UNITS = (abs(math.log(math.log(2))), math.log(math.log(10)))  # of logarithms to base 2 and 10, by either side
 LEFT, MOST_FACTOR = 0.1, 8.0  # of (log r)^2 beside a unit: int5 leaves 0.07, a temperature 0.2 or more
-NEGATIVE_KL, NEGATIVE_ERRORS = 0.002, 4.0  # a mean of log r above 0, which samples of mu cannot give
+NEGATIVE_KL = 0.002  # a mean of log r above 0, which samples of mu cannot give
+ERRORS_BESIDE = 4.0  # standard errors that count where another measure counts too
 SURE_SHARE, FILLS = 1e-4, 8
 SHOWN = 8  # numbers or names of one kind that evidence lists
 RARE = 1e-9  # chance below which a part of the responses is a sign, about that of six standard errors
@@ -66,13 +67,14 @@ class Facts:
     """Everything that a detector may read of a run.
 
     sums: sums of the whole run, by the names of `metrics/tokens.py`.
-    places: tables of `places.Tables`.
+    places, tables: the rows of `places.Tables`, and the tables.
     changes: changes of kl_k3 over the steps, joined until they hold `FEW` tokens.
     """
 
     sums: Mapping[str, float]
     evidence: Evidence
     places: Mapping[str, Table]
+    tables: Tables
     changes: Sequence[Change]
 
     @cached_property
@@ -494,9 +496,9 @@ def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
 
 def _are_lowered(facts: Facts) -> bool:
     """Whether the engine's likely tokens are likelier to the trainer, as a temperature above 1 alone makes them."""
-    likely = (row for row in facts.places.get("probability", ()) if row["bucket"] in SHARES[3:])
-    likely_moments = Moments.sum(_moments(row, "kl_k1", "log_ratio_squared") for row in likely)
-    return likely_moments.count >= LEAST_TOKENS and -likely_moments.mean > STANDARD_ERRORS * likely_moments.error
+    likely = torch.tensor([label in SHARES[3:] for label in SHARES])
+    tokens = sum(float(row["tokens"]) for row in facts.places["probability"] if row["bucket"] in SHARES[3:])
+    return tokens >= LEAST_TOKENS and -facts.tables.errors("probability", likely) > ERRORS_BESIDE
 
 
 def _unit(line: Line) -> Numbers | None:
@@ -520,7 +522,7 @@ def _swapped(line: Line) -> Numbers | None:
     error = float((sums - inverse * n).square().sum().sqrt() / n.sum())
     off = abs(float(inverse) - 1)
     sampled = off <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * error) and off < mean / 2
-    above = mean > NEGATIVE_ERRORS * line.error("mean_log_ratio")
+    above = mean > ERRORS_BESIDE * line.error("mean_log_ratio")
     return {"found": line.relation, "inverse": float(inverse), "error": error} if above and sampled else None
 
 
@@ -573,13 +575,13 @@ def _share_of(facts: Facts, part: str) -> float:
 
 
 def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int = 1) -> Numbers | None:
-    """A bucket beyond which `mass` is higher by a factor, and |log r| by `STANDARD_ERRORS`: one token moves k3."""
+    """A bucket beyond which `mass` is higher by a factor, and |log r| by `ERRORS_BESIDE`: one token moves k3."""
     rows = facts.places.get(place, ())
     low, high = _beside(rows, usual)
     if high.count < FEW or low.count < least or high.mean <= 0 or high.mean < factor * low.mean:
         return None
-    less, more = _beside(rows, usual, "log_prob_diff_abs_mean", "log_ratio_squared")
-    if more.mean - less.mean < STANDARD_ERRORS * math.sqrt(less.variance / less.count + more.variance / more.count):
+    beyond = torch.tensor([label != usual for label in PLACES[place].labels])
+    if facts.tables.errors(place, beyond, ~beyond) < ERRORS_BESIDE:
         return None
     tokens = low.count + high.count
     explained = 1 - tokens * low.mean / (low.total + high.total)
@@ -587,21 +589,21 @@ def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int =
     return {"usual": usual_k3, "others": others_k3, "share": high.count / tokens, "share_of_all": explained}
 
 
-def _beside(rows: Table, usual: str, *columns: str) -> list[Moments]:
-    """Moments of a number in the usual bucket, and in all others; `columns` as of `_moments`."""
+def _beside(rows: Table, usual: str, name: str = "mass") -> list[Moments]:
+    """Moments of a number in the usual bucket, and in all others."""
     sides = ([row for row in rows if (row["bucket"] == usual) == is_usual] for is_usual in (True, False))
-    return [Moments.sum(_moments(row, *columns) for row in side) for side in sides]
+    return [Moments.sum(_moments(row, name) for row in side) for side in sides]
 
 
-def _moments(row: Mapping[str, float | str], name: str = "mass", squared: str = "mass_squared") -> Moments:
-    n, mean, square = (float(row[column]) for column in ("tokens", name, squared))
+def _moments(row: Mapping[str, float | str], name: str = "mass") -> Moments:
+    n, mean, square = (float(row[column]) for column in ("tokens", name, "mass_squared"))
     return Moments(n, n * mean, n * square)
 
 
 def _jump(facts: Facts) -> Numbers | None:
     """The first sudden change, up or from beyond the limit down, that more than one response of its level shows."""
     sudden = (place for place, change in enumerate(facts.changes) if change.sudden and change.apart)
-    fits = (facts.changes[place] for place in sudden if _counts(facts, place) and _of_several(facts, place))
+    fits = (facts.changes[place] for place in sudden if _counts(facts, place) and _of_several(facts, place, place + 1))
     return _of_change(facts, next(fits, None))
 
 
@@ -622,7 +624,8 @@ def _rise(facts: Facts) -> Numbers | None:
     first, last = facts.changes[0], facts.changes[-1]
     whole = Change(last.step, first.before, last.after, sudden=False)
     counts = whole.after > LIMITS[FIRST].high or not first.sudden or _counts(facts, 0)
-    return _of_change(facts, whole if counts and whole.factor >= JUMP_FACTOR else None)
+    rises = counts and whole.factor >= JUMP_FACTOR and _of_several(facts, 0, len(facts.changes))
+    return _of_change(facts, whole if rises else None)
 
 
 def _of_change(facts: Facts, change: Change | None) -> Numbers | None:
@@ -637,13 +640,26 @@ def _mean(rows: torch.Tensor) -> torch.Tensor:
     return rows[2].sum() / rows[1].sum().clamp(min=1)
 
 
-def _of_several(facts: Facts, place: int) -> bool:
-    """Whether the higher level stays above the lower one without its heaviest response."""
-    low, high = facts.levels[place : place + 2]
-    if facts.changes[place].factor < 1:
+def _of_several(facts: Facts, first: int, last: int) -> bool:
+    """Whether the higher of two levels stays above the lower one without its heaviest response.
+
+    Few steps do not tell their own noise: there the responses of both levels must differ by more than their spread.
+    """
+    low, high = facts.levels[first], facts.levels[last]
+    if facts.changes[first].before > facts.changes[last - 1].after:
         low, high = high, low
     lighter = torch.arange(high.shape[1]) != high[2].argmax()
-    return bool(_mean(high[:, lighter]) > math.sqrt(JUMP_FACTOR) * _mean(low))
+    several = bool(_mean(high[:, lighter]) > math.sqrt(JUMP_FACTOR) * _mean(low))
+    return several and (len(facts.rows[0].unique()) >= 2 * SIDE or _differ_by_responses(low, high))
+
+
+def _differ_by_responses(low: Float[Tensor, "3 _"], high: Float[Tensor, "3 _"]) -> bool:
+    """Whether the responses of one level have a larger mismatch a token than those of another."""
+    rows = torch.cat([low, high], 1)
+    part, sizes = torch.arange(rows.shape[1]) >= low.shape[1], rows[2] / rows[1]
+    part, sizes = part[rows[1] > 0], sizes[rows[1] > 0].clamp(min=1e-30).log()
+    apart, _, error = _beyond_the_others(sizes, part)
+    return as_normal(apart / max(error, 1e-30), len(part) - 2) > ERRORS_BESIDE
 
 
 def _differing_weights(facts: Facts) -> Numbers | None:

@@ -209,7 +209,8 @@ def report(survey: Survey) -> Report | None:
     places = survey.tables.rows()
     finite = {step: x for step, values in steps.items() if math.isfinite(x := values.get(FIRST, math.nan))}
     joined = joined_steps(finite, {step: steps[step]["tokens"] for step in finite}, FEW)
-    facts = Facts(whole.named_sums, survey.evidence, places, changes(list(joined), list(joined.values())))
+    moves = changes(list(joined), list(joined.values()))
+    facts = Facts(whole.named_sums, survey.evidence, places, survey.tables, moves)
     return Report(
         steps=steps,
         whole=ordered(finalize(whole, survey.own)),

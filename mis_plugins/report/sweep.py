@@ -59,15 +59,11 @@ def _plain(batch: Batch) -> Float[Tensor, " T"] | None:
     return (advantages * (1 - log_probs.exp())).double()
 
 
-def _products(ragged: Ragged, ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"] | None:
-    """Ratio of each token's whole response, 0 where its own is unknown; None where few responses bear the sum."""
+def _products(ragged: Ragged, ratio: Float[Tensor, " T"]) -> Float[Tensor, " N"]:
+    """The product of the ratios of each response, over its tokens of a known ratio; 0 of none."""
     usable = ratio > 0
     total, tokens = ragged.sums(torch.where(usable, ratio, 1).log(), usable)
-    products = exp_clamped(total)[tokens > 0]
-    ess = products.mean().square() / products.square().mean()  # NaN of no response
-    if products.numel() < SEQUENCES or ess < LEAST_ESS:
-        return None
-    return ragged.to_tokens(exp_clamped(total)) * usable
+    return exp_clamped(total) * (tokens > 0)
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,8 @@ class Shared:
     lengths: bucket of each sequence's length.
     signs: the valid tokens in each bucket of the advantage's sign; none without advantages.
     plain: as of `_plain`; the cosines are of `weight * plain` and of `wanted`, by the cosine's name.
-    wanted: `plain` times unbounded weights of tokens, or of whole responses where those can be known.
+    products: as of `_products`.
+    wanted: `plain` times unbounded weights of tokens, or of whole responses.
     """
 
     batch: Batch
@@ -86,6 +83,7 @@ class Shared:
     lengths: Int[Tensor, " N"]
     signs: tuple[Bool[Tensor, " T"], ...]
     plain: Float[Tensor, " T"] | None
+    products: Float[Tensor, " N"]
     wanted: Mapping[str, Float[Tensor, " T"]]
 
     @classmethod
@@ -95,10 +93,11 @@ class Shared:
         (valid,) = batch.ragged.sums(mask)
         lengths = doubling(batch.ragged.cu_seqlens.diff())
         signs = () if sign is None else tuple(mask & (sign == k) for k in range(len(place.labels)))
-        plain = _plain(batch)
-        weights = {"coefficient_cosine": ratio, "response_cosine": _products(batch.ragged, ratio)}
-        wanted = {name: plain * w for name, w in weights.items() if plain is not None and w is not None}
-        return cls(batch, valid, lengths, signs, plain, wanted)
+        plain, products = _plain(batch), _products(batch.ragged, ratio)
+        of_response = batch.ragged.to_tokens(products) * (ratio > 0)
+        weights = {"coefficient_cosine": ratio, "response_cosine": of_response}
+        wanted = {name: plain * w for name, w in weights.items() if plain is not None}
+        return cls(batch, valid, lengths, signs, plain, products, wanted)
 
     @cached_property
     def all_valid(self) -> dict[str, Float[Tensor, " K"]]:
@@ -137,12 +136,14 @@ class Outcome:
         wide = weights.double()
         added = {
             "valid": shared.valid.sum(), "kept": kept.sum(), "weight": wide.sum(), "weight_squared": wide @ wide,
-            "sequences": (shared.valid > 0).sum(), "kept_sequences": (kept > 0).sum(),
+            "sequences": (shared.valid > 0).sum(), "kept_sequences": (kept > 0).sum(), "read": batch.ragged.size,
+            "products": shared.products.sum(), "products_squared": shared.products.square().sum(),
+            "known": (shared.products > 0).sum(),
         }  # fmt: skip
+        part = (torch.arange(batch.ragged.size) + int(self.sums["read"])) % PARTS
         self.sums.update({name: float(value) for name, value in added.items()})
         for name, counts in shared.counts(keep, kept).items():
             self.shares[name] = self.shares.get(name, 0) + torch.stack([shared.all_valid[name], counts])
-        part = torch.arange(batch.ragged.size) % PARTS
         turned = wide if shared.plain is None else wide * shared.plain
         for name, wanted in shared.wanted.items():
             rows = batch.ragged.sums(turned * wanted, turned.square(), wanted.square())
@@ -164,12 +165,20 @@ class Outcome:
             "kept_by_advantage": _shares("advantage", self.shares.get("advantage")),
         }
         for name, parts in self.parts.items():
+            if name == "response_cosine" and not self._bears_products:
+                continue
             dot, given, wanted = parts.sum(1).tolist()
             if given and wanted:
                 left = parts.sum(1, keepdim=True) - parts
                 numbers[name] = dot / math.sqrt(given * wanted)
                 numbers[f"{name}_without"] = (left[0] / (left[1] * left[2]).clamp(min=1e-300).sqrt()).tolist()
         return numbers
+
+    @property
+    def _bears_products(self) -> bool:
+        """Whether many responses bear the sum of the products, so that these can be read."""
+        s = self.sums
+        return s["known"] >= SEQUENCES and s["products"] ** 2 >= LEAST_ESS * s["known"] * s["products_squared"]
 
 
 def candidates(asked: str, own: Candidate | None) -> list[Candidate]:
