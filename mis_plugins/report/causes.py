@@ -22,7 +22,7 @@ from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.metrics import slope
 from mis_plugins.metrics.slope import STANDARD_ERRORS
 from mis_plugins.report.changes import SIDE, Change
-from mis_plugins.report.evidence import LONG_ENOUGH, RELATED, Evidence, Moments, as_normal
+from mis_plugins.report.evidence import LONG_ENOUGH, RELATED, Evidence, as_normal
 from mis_plugins.report.lists import Pairing
 from mis_plugins.report.places import PLACES, SHARES, Tables
 
@@ -67,15 +67,18 @@ class Facts:
     """Everything that a detector may read of a run.
 
     sums: sums of the whole run, by the names of `metrics/tokens.py`.
-    places, tables: the rows of `places.Tables`, and the tables.
+    tables: sums of the run by places.
     changes: changes of kl_k3 over the steps, joined until they hold `FEW` tokens.
     """
 
     sums: Mapping[str, float]
     evidence: Evidence
-    places: Mapping[str, Table]
     tables: Tables
     changes: Sequence[Change]
+
+    @cached_property
+    def places(self) -> Mapping[str, Table]:
+        return self.tables.rows()
 
     @cached_property
     def rows(self) -> Float[Tensor, "3 N"]:
@@ -122,11 +125,11 @@ class Facts:
     @cached_property
     def spread(self) -> dict[str, float]:
         """The share of the tokens, and of the responses, over which the mismatch is as good as spread."""
-        moments = Moments.sum(map(_moments, self.places.get("position", ())))
+        count, mass, squared = self.tables.sums["position"][[0, -2, -1]].sum(1).tolist()
         _, counts, masses = self.rows[:, self.rows[1] >= LONG_ENOUGH]
         squares = float((masses.square() / counts).sum() * counts.sum())
         responses = float(masses.sum()) ** 2 / squares if len(masses) >= LEAST_SEQUENCES and squares else 1.0
-        tokens = moments.total**2 / (moments.count * moments.squares) if moments.squares else 1.0
+        tokens = mass**2 / (count * squared) if squared else 1.0
         return {"tokens": tokens, "responses": responses}
 
     @property
@@ -218,20 +221,15 @@ class Line:
         left = [_relation(held.sum(1) - fold) for fold in held.T]
         numbers = [getattr(relation, number) for relation in left if relation is not None]
         estimates = torch.tensor(numbers, dtype=torch.float64)
-        few = not self.is_long or len(estimates) < LEAST_SEQUENCES
+        few = self.relation.tokens < LEAST_TO_RELATE or len(estimates) < LEAST_SEQUENCES
         return math.inf if few else float(estimates.var(correction=0) * (len(estimates) - 1)) ** 0.5
-
-    @property
-    def is_long(self) -> bool:
-        """Whether tokens are enough for standard errors."""
-        return self.relation.tokens >= LEAST_TO_RELATE
 
     @cached_property
     def off_one(self) -> int:
         """1 where the mean of pi_old / mu is above 1 by more than its error, -1 where it is below, else 0."""
         mean = self.relation.mean_ratio
         error = STANDARD_ERRORS * self.relation.mean_ratio_error
-        if not self.is_long or abs(mean - 1) <= max(slope.RATIO_MARGIN, error):
+        if self.relation.tokens < LEAST_TO_RELATE or abs(mean - 1) <= max(slope.RATIO_MARGIN, error):
             return 0
         return 1 if mean > 1 else -int(self.relation.ess > slope.LEAST_ESS)
 
@@ -273,13 +271,6 @@ class Line:
     def is_multiple(self) -> bool:
         """Whether one list is so much a multiple of the other that no mean ratio tells more."""
         return abs(self.relation.nearest - 1) > slope.SLOPE_MARGIN and self.factor[1] < 1 - PROPORTIONAL
-
-    @property
-    def share(self) -> float:
-        """The share of (log r)^2 that a line in log mu accounts for."""
-        means = self.facts.means
-        variance = means["proximal_squared"] - means["proximal"] ** 2
-        return 1 - self.relation.unexplained * variance / self.facts.square
 
 
 def _beyond_the_others(x: Float[Tensor, " N"], part: Bool[Tensor, " N"]) -> tuple[float, float, float]:
@@ -497,7 +488,7 @@ def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
 def _are_lowered(facts: Facts) -> bool:
     """Whether the engine's likely tokens are likelier to the trainer, as a temperature above 1 alone makes them."""
     likely = torch.tensor([label in SHARES[3:] for label in SHARES])
-    tokens = sum(float(row["tokens"]) for row in facts.places["probability"] if row["bucket"] in SHARES[3:])
+    tokens = facts.tables.means("probability", likely)["tokens"]
     return tokens >= LEAST_TOKENS and -facts.tables.errors("probability", likely) > ERRORS_BESIDE
 
 
@@ -537,7 +528,9 @@ def _raw(line: Line) -> Numbers | None:
 def _temperature(line: Line) -> Numbers | None:
     if not line.is_scaled or (line.off_one > 0 and not line.is_multiple):
         return None
-    return {"found": line.relation, "share_of_all": line.share}
+    means = line.facts.means
+    left = line.relation.unexplained * (means["proximal_squared"] - means["proximal"] ** 2)  # of (log r)^2, by a line
+    return {"found": line.relation, "share_of_all": 1 - left / line.facts.square}
 
 
 def _cut_off(line: Line) -> Numbers | None:
@@ -576,28 +569,17 @@ def _share_of(facts: Facts, part: str) -> float:
 
 def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int = 1) -> Numbers | None:
     """A bucket beyond which `mass` is higher by a factor, and |log r| by `ERRORS_BESIDE`: one token moves k3."""
-    rows = facts.places.get(place, ())
-    low, high = _beside(rows, usual)
-    if high.count < FEW or low.count < least or high.mean <= 0 or high.mean < factor * low.mean:
+    if place not in facts.places:
         return None
     beyond = torch.tensor([label != usual for label in PLACES[place].labels])
+    low, high = (facts.tables.means(place, part) for part in (~beyond, beyond))
+    if high["tokens"] < FEW or low["tokens"] < least or not high["mass"] >= max(factor * low["mass"], 1e-30):
+        return None
     if facts.tables.errors(place, beyond, ~beyond) < ERRORS_BESIDE:
         return None
-    tokens = low.count + high.count
-    explained = 1 - tokens * low.mean / (low.total + high.total)
-    usual_k3, others_k3 = (moments.mean for moments in _beside(rows, usual, "kl_k3"))
-    return {"usual": usual_k3, "others": others_k3, "share": high.count / tokens, "share_of_all": explained}
-
-
-def _beside(rows: Table, usual: str, name: str = "mass") -> list[Moments]:
-    """Moments of a number in the usual bucket, and in all others."""
-    sides = ([row for row in rows if (row["bucket"] == usual) == is_usual] for is_usual in (True, False))
-    return [Moments.sum(_moments(row, name) for row in side) for side in sides]
-
-
-def _moments(row: Mapping[str, float | str], name: str = "mass") -> Moments:
-    n, mean, square = (float(row[column]) for column in ("tokens", name, "mass_squared"))
-    return Moments(n, n * mean, n * square)
+    share = high["tokens"] / (low["tokens"] + high["tokens"])
+    explained = 1 - low["mass"] / (low["mass"] * (1 - share) + high["mass"] * share)
+    return {"usual": low["kl_k3"], "others": high["kl_k3"], "share": share, "share_of_all": explained}
 
 
 def _jump(facts: Facts) -> Numbers | None:
@@ -656,10 +638,9 @@ def _of_several(facts: Facts, first: int, last: int) -> bool:
 def _differ_by_responses(low: Float[Tensor, "3 _"], high: Float[Tensor, "3 _"]) -> bool:
     """Whether the responses of one level have a larger mismatch a token than those of another."""
     rows = torch.cat([low, high], 1)
-    part, sizes = torch.arange(rows.shape[1]) >= low.shape[1], rows[2] / rows[1]
-    part, sizes = part[rows[1] > 0], sizes[rows[1] > 0].clamp(min=1e-30).log()
-    apart, _, error = _beyond_the_others(sizes, part)
-    return as_normal(apart / max(error, 1e-30), len(part) - 2) > ERRORS_BESIDE
+    part, held = torch.arange(rows.shape[1]) >= low.shape[1], rows[1] > 0
+    apart, _, error = _beyond_the_others((rows[2] / rows[1]).clamp(min=1e-30).log()[held], part[held])
+    return as_normal(apart / max(error, 1e-30), int(held.sum()) - 2) > ERRORS_BESIDE
 
 
 def _differing_weights(facts: Facts) -> Numbers | None:
@@ -693,9 +674,7 @@ def id_share(table: torch.Tensor) -> tuple[float, float]:
     return float(products / squares.sum()), float(products / error)
 
 
-def _less_own_variance(
-    count: torch.Tensor, total: torch.Tensor, squares: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _less_own_variance(count: Tensor, total: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of residuals and of their squares for each id, less a line in the variance within the id."""
     variance = (squares - total.square() / count) / (count - 1)
     centred = variance - (variance * count).sum() / count.sum()

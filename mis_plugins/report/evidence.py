@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy  # noqa: F401  a tensor's `numpy()` without it is no ModuleNotFoundError
@@ -50,18 +49,11 @@ class Moments:
         return self.total / self.count if self.count else math.nan
 
     @property
-    def variance(self) -> float:
-        return max(self.squares / self.count - self.mean**2, 0.0)
-
-    @property
     def error(self) -> float:
         """Standard error of the mean; NaN of fewer than two numbers."""
-        return math.sqrt(self.variance / (self.count - 1)) if self.count > 1 else math.nan
-
-    @classmethod
-    def sum(cls, parts: "Iterable[Moments]") -> "Moments":
-        parts = list(parts)
-        return cls(*(sum(getattr(part, name) for part in parts) for name in ("count", "total", "squares")))
+        if self.count <= 1:
+            return math.nan
+        return math.sqrt(max(self.squares / self.count - self.mean**2, 0.0) / (self.count - 1))
 
 
 def as_normal(errors: float, freedom: float) -> float:
@@ -140,7 +132,7 @@ class Evidence:
         """Add `fills`, `apart`, `copied` and `certain`, and return the tokens that `fills` counts."""
         counted = torch.zeros_like(tokens.usable)
         masses, distant = mass(tokens), tokens.log_ratio.abs() > -UNLIKELY
-        rows = (torch.ones_like(tokens.usable), ~_are_unsure(tokens), tokens.log_ratio != 0)
+        rows = (torch.ones_like(tokens.usable), (tokens.log_probs == 0).all(0), tokens.log_ratio != 0)
         usable, sure, apart = batch.ragged.sums(*(tokens.usable & row for row in rows))
         copies = (apart == 0) & (usable >= LONG_ENOUGH) & (sure < usable)
         self.copied, self.certain = self.copied + int(usable[copies].sum()), self.certain + int(sure[~copies].sum())
@@ -181,7 +173,7 @@ class Evidence:
         self.rows.append(torch.stack([torch.full_like(masses, batch.step), counts, masses]))
         rows = torch.stack([torch.ones_like(x), x, y, x * x, y * y, x * y, r, r * r, 1 / r])
         self.folds.index_add_(1, (owner + self.lists.size) % FOLDS, rows)
-        self.lists.add(x, y, owner, turn, ragged.size)
+        self.lists.add(torch.stack([x, y]), owner, turn, ragged.size)
         first, last = ends(ragged, usable, LONG_ENOUGH, LONG_ENOUGH)
         touched = first | last | fills
         for name in ("route_differs", "ages"):
@@ -244,19 +236,12 @@ def in_unlikely_runs(
     return sure & ((log_prob < UNLIKELY * RUN) & (log_prob < CUT * count) & (count >= RUN))[number]
 
 
-def ends(
-    ragged: Ragged, usable: Bool[Tensor, " T"], first: int, last: int = 1
-) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
+def ends(ragged: Ragged, usable: Bool[Tensor, " T"], first: int, last: int = 1) -> Bool[Tensor, "2 T"]:
     """The `first` usable tokens of each response, and its `last` ones."""
     place = usable.cumsum(0)
     starts = torch.cat([place.new_zeros(1), place])[ragged.cu_seqlens]
     place = place - ragged.to_tokens(starts[:-1])
-    return usable & (place <= first), usable & (place > ragged.to_tokens(starts.diff()) - last)
-
-
-def _are_unsure(tokens: Tokens) -> Bool[Tensor, " T"]:
-    """Tokens that are certain on one side at most. Of both sides, a log-prob of 0 is that of padding."""
-    return (tokens.log_probs != 0).any(0)
+    return usable & torch.stack([place <= first, place > ragged.to_tokens(starts.diff()) - last])
 
 
 def mass(tokens: Tokens) -> Float[Tensor, " T"]:
@@ -277,7 +262,8 @@ def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> d
         (`end_mass`) have beyond the others, beside the sum of all (`mass`); and whether the largest |log r| of all is
         there (`beginning_largest`, `end_largest`), beside the chance of it (`beginning_chance`, `end_chance`).
     """
-    usable, size, masses = tokens.usable & _are_unsure(tokens), tokens.log_ratio.abs(), mass(tokens)
+    size, masses = tokens.log_ratio.abs(), mass(tokens)
+    usable = tokens.usable & (tokens.log_probs != 0).any(0)  # of both sides, a log-prob of 0 is that of padding
     first, last = ends(ragged, usable, BEGINNING)
     owner = ragged.to_tokens(torch.arange(ragged.size))
     most = size.new_zeros(ragged.size).scatter_reduce(0, owner, torch.where(usable, size, 0), "amax")

@@ -1,7 +1,7 @@
 """Where the mismatch lies: by position, length, probability, turn, advantage, age and route, and where it is worst."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -119,6 +119,11 @@ class Tables:
                 compared = (rows["tokens"], rows[COMPARED[name]])
                 self.products[name] = self.products.get(name, 0) + _products(batch, index, size, compared)
 
+    def means(self, name: str, part: Tensor) -> dict[str, float]:
+        """The number of tokens in some buckets, and the means of `ROWS` over them; 0 of none."""
+        count, *totals = (self.sums[name] * part).sum(1).tolist()
+        return {"tokens": count} | {row: x / max(count, 1) for row, x in zip([*ROWS][1:], totals, strict=True)}
+
     def errors(self, name: str, part: Bool[Tensor, " B"], others: Bool[Tensor, " B"] | None = None) -> float:
         """By how many standard errors the log of a mean over buckets is above that over others, or a mean above 0.
 
@@ -141,7 +146,14 @@ class Tables:
 
     def rows(self) -> dict[str, list[dict[str, float | str]]]:
         """Rows of each table: bucket, tokens, and means over the bucket's usable tokens. Empty buckets are left out."""
-        return {name: list(_rows(PLACES[name].labels, sums)) for name, sums in self.sums.items()}
+        return {
+            name: [
+                {"bucket": label, **means}
+                for label, one in zip(PLACES[name].labels, torch.eye(sums.shape[1]), strict=True)
+                if (means := self.means(name, one))["tokens"]
+            ]
+            for name, sums in self.sums.items()
+        }
 
 
 def _products(batch: Batch, index: Int[Tensor, " T"], size: int, rows: Iterable[Tensor]) -> Float[Tensor, "K K"]:
@@ -150,13 +162,6 @@ def _products(batch: Batch, index: Int[Tensor, " T"], size: int, rows: Iterable[
     cell, held = owner * (size + 1) + index, batch.ragged.size * (size + 1)
     each = torch.cat([torch.bincount(cell, row, held).view(-1, size + 1)[:, :size] for row in rows], 1)
     return each.T @ each
-
-
-def _rows(labels: Sequence[str], sums: Tensor) -> Iterator[dict[str, float | str]]:
-    for label, (count, *totals) in zip(labels, sums.T.tolist(), strict=True):
-        if count:
-            means = {name: total / count for name, total in zip(list(ROWS)[1:], totals, strict=True)}
-            yield {"bucket": label, "tokens": count, **means}
 
 
 TOKENS, SEQUENCES = 50, 12

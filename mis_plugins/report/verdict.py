@@ -111,7 +111,7 @@ def verdict(report: Report, proposal: Proposal | None, curves: Sequence[Curve] =
 
 def _of_tokens(report: Report, proposal: Proposal | None) -> Verdict:
     """The verdict on the tokens alone."""
-    if report.certain == report.usable:
+    if report.evidence.certain == report.usable:
         return _of_nothing(report)
     limits, level, kl_k3 = beyond(report.whole), level_of(report), report.whole[FIRST]
     is_explained = report.findings and report.findings[0].name != PRECISION
@@ -121,8 +121,8 @@ def _of_tokens(report: Report, proposal: Proposal | None) -> Verdict:
         "Why": WHY if _differ(report) and not is_explained else "",
         **_at_steps(report),
         **_unread(report),
-        "Certain on both sides": _alike(report, report.certain, CERTAIN),
-        "Equal on both sides": _alike(report, report.copied, COPIED),
+        "Certain on both sides": _alike(report, report.evidence.certain, CERTAIN),
+        "Equal on both sides": _alike(report, report.evidence.copied, COPIED),
         "Since when": since({step: row[FIRST] for step, row in report.steps.items() if FIRST in row}, report.changes),
         "Where": _where(report),
         "What to run with": _helped(proposal) if proposal else "",
@@ -171,15 +171,19 @@ def _at_steps(report: Report) -> dict[str, str]:
     }
 
 
+def _others(report: Report) -> int:
+    """The number of tokens beside padding and copies."""
+    return report.usable - report.evidence.certain - report.evidence.copied
+
+
 def _beside_alike(report: Report) -> float:
     """The kl_k3 without padding and copies, which add nothing to any sum: equal lists, and 0 on both sides."""
-    return report.whole[FIRST] * report.usable / max(report.usable - report.certain - report.copied, 1)
+    return report.whole[FIRST] * report.usable / max(_others(report), 1)
 
 
 def _alike(report: Report, count: int, how: str) -> str:
     """How many tokens agree to the bit, where these are more than `MOST_LOST` and not all; else an empty text."""
-    others = report.usable - report.certain - report.copied
-    rest = f"{FIRST} of the others is {_beside_alike(report):.3g}." * bool(others)
+    rest = f"{FIRST} of the others is {_beside_alike(report):.3g}." * bool(_others(report))
     return f"{count} of {report.usable} tokens {how} {rest}" * (MOST_LOST * report.usable < count < report.usable)
 
 
@@ -192,14 +196,15 @@ def _lost(report: Report) -> str:
 def _unread(report: Report) -> dict[str, str]:
     """How many records were rejected, and which files could not be read to their end."""
     rejected = f"{_rejected(report)}, so the verdict is on the others." if report.rejected else ""
-    twice = f"{report.repeated} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
+    again = report.evidence.repeated
+    twice = f"{again} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
     more = f" and {len(report.together) - 2} more" if report.together[2:] else ""
     same = f"steps stand twice, or have no number, in {' and '.join(report.together[:2])}{more}; "
     none = f"{report.empty} of {report.sequences} responses have no token that can be compared."
     alone = {"Read as one run": f"{same}report each run alone where there are several." if report.together else ""}
     ended = {"Not measured to the end": f"{why}." if (why := _ended(report.steps)) else ""}
     parts = {"Not read": rejected, "Nothing in the loss": none if report.empty else ""} | ended
-    return parts | {"Read twice": twice if report.repeated else ""} | _broke_off(report.torn) | alone
+    return parts | {"Read twice": twice if again else ""} | _broke_off(report.torn) | alone
 
 
 def _broke_off(torn: Sequence[str]) -> dict[str, str]:
@@ -247,8 +252,9 @@ def of_curves(
         f"{limit}, at step {step}{_of(curve, curves)}" for curve, name, step, x in rows for limit in beyond({name: x})
     ]
     words = "; ".join(dict.fromkeys(limits))
-    logged = [row for curve in curves for _, row in _logged(curve)]
-    if not any(_measures(name, x) for row in logged if not _are_zeros(row) for name, x in row.items()):
+    logged = (row for curve in curves for _, row in _logged(curve))
+    differing = (row for row in logged if row.get("train_log_ppl", 1) or row.get("rollout_log_ppl", 1))
+    if not any(_measures(name, x) for row in differing for name, x in row.items()):
         why = words or _unread_curves(curves, rejected, problems.kept)
         return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", TOLD, measured=False)
     earlier = {"Beyond its limit before": _each(curves, _earlier)}
@@ -273,11 +279,6 @@ def of_curves(
 def _measures(name: str, value: float) -> bool:
     """Whether a number measures the mismatch; without a correction every run keeps all tokens, at a weight of 1."""
     return name in LIMITS and possible(name, value) and not (name in OF_CORRECTION and value == 1)
-
-
-def _are_zeros(row: Mapping[str, float]) -> bool:
-    """Whether the log-probs of both sides are 0 alone."""
-    return all(row.get(name, 1) == 0 for name in ("train_log_ppl", "rollout_log_ppl"))
 
 
 def _of(curve: Curve, curves: Sequence[Curve]) -> str:
@@ -322,10 +323,7 @@ def _ended(values: Steps, replaced: Sequence[tuple[int, Mapping[str, float]]] = 
     of_lists = {step: row for step, row in values.items() if FIRST in row and row.get("tokens", FEW) >= FEW}
     equal = {step for step, row in of_lists.items() if row.get("log_prob_diff_abs_max", row[FIRST]) == 0}
     if len(equal) < len(of_lists):
-        values = {
-            step: {name: x for name, x in row.items() if name != FIRST or step not in equal}
-            for step, row in values.items()
-        }
+        values = {step: {} if step in equal else row for step, row in values.items()}
     last = {name: step for name, (step, _) in _last(values).items()}
     name, step = (FIRST, last[FIRST]) if FIRST in last else max(last.items(), key=lambda pair: pair[1], default=("", 0))
     without = len({later for later in values if later > step} - {again for again, _ in replaced})

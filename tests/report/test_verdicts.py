@@ -225,9 +225,7 @@ LOGS: dict[str, tuple[Sequence[Mapping[str, Any]], str | None, str, str]] = {
         rows_of([0.0] * 9, name=WHOLE_NAMES[0], **{"train/train_rollout_logprob_abs_diff": 0.0}), None,
         ".*at every step train/train_rollout_kl and log_prob_diff_abs_mean = 0, as where the trainer's log-probs", "",
     ),
-    "a run without a correction, which keeps all": (
-        rows_of([1.0] * 9, name="mis_kept_fraction"), None, ".*kept_fraction = 1, as without a correction", "",
-    ),
+    "all kept, as without a correction": (rows_of([1.0] * 9, name="mis_kept_fraction"), None, ".*kept_fraction = 1, as", ""),
     "log-probs that are 0 alone": (
         rows_of([0.0] * 9, name=OF_HOOKS, train_log_ppl=0.0, rollout_log_ppl=-0.0), None, ".*= 0, as where all", "",
     ),
@@ -1272,7 +1270,7 @@ def test_responses_that_the_engine_is_certain_of_belong_to_no_other_tokens() -> 
 def test_a_turn_of_several_is_of_other_tokens_at_half_the_correlation_alone(turns: int) -> None:
     x, noise = (-torch.rand(40, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
     lists = Lists()
-    lists.add(x, 0.4 * x + 0.6 * noise, torch.zeros(40).long(), torch.arange(40) * turns // 40, 1)
+    lists.add(torch.stack([x, 0.4 * x + 0.6 * noise]), torch.zeros(40).long(), torch.arange(40) * turns // 40, 1)
     assert lists.broken(0.003).tolist() == [turns == 1]
 
 
