@@ -573,9 +573,8 @@ def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int =
         return None
     beyond = torch.tensor([label != usual for label in PLACES[place].labels])
     low, high = (facts.tables.means(place, part) for part in (~beyond, beyond))
-    if high["tokens"] < FEW or low["tokens"] < least or not high["mass"] >= max(factor * low["mass"], 1e-30):
-        return None
-    if facts.tables.errors(place, beyond, ~beyond) < ERRORS_BESIDE:
+    is_higher = high["tokens"] >= FEW and low["tokens"] >= least and high["mass"] >= max(factor * low["mass"], 1e-30)
+    if not is_higher or facts.tables.errors(place, beyond, ~beyond) < ERRORS_BESIDE:
         return None
     share = high["tokens"] / (low["tokens"] + high["tokens"])
     explained = 1 - low["mass"] / (low["mass"] * (1 - share) + high["mass"] * share)

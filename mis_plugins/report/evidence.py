@@ -51,9 +51,8 @@ class Moments:
     @property
     def error(self) -> float:
         """Standard error of the mean; NaN of fewer than two numbers."""
-        if self.count <= 1:
-            return math.nan
-        return math.sqrt(max(self.squares / self.count - self.mean**2, 0.0) / (self.count - 1))
+        spread = max(self.squares - self.count * self.mean**2, 0.0)
+        return math.sqrt(spread / self.count / (self.count - 1)) if self.count > 1 else math.nan
 
 
 def as_normal(errors: float, freedom: float) -> float:

@@ -131,9 +131,7 @@ class Tables:
         """
         compared, products = self.sums[name][[0, list(ROWS).index(COMPARED[name])]], self.products[name]
         above, freedom, moved = 0.0, math.inf, products.new_zeros(len(products))
-        for sign, side in ((1, part), (-1, others)):
-            if side is None:
-                continue
+        for sign, side in zip((1, -1), [part] if others is None else [part, others], strict=False):
             weight = torch.cat([side, torch.zeros_like(side)]).double()
             count, total = (compared * side).sum(1).tolist()
             mean = total / count

@@ -203,8 +203,7 @@ def report(survey: Survey) -> Report | None:
     steps = dict(survey.numbers.metrics())
     finite = {step: x for step, values in steps.items() if math.isfinite(x := values.get(FIRST, math.nan))}
     joined = joined_steps(finite, {step: steps[step]["tokens"] for step in finite}, FEW)
-    moves = changes(list(joined), list(joined.values()))
-    facts = Facts(whole.named_sums, survey.evidence, survey.tables, moves)
+    facts = Facts(whole.named_sums, survey.evidence, survey.tables, changes(list(joined), list(joined.values())))
     return Report(
         steps=steps,
         whole=ordered(finalize(whole, survey.own)),
