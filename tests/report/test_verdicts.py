@@ -124,7 +124,6 @@ def test_another_files_lines_are_told_and_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_lists_that_are_equal_bit_for_bit_are_told() -> None:
-    """They are those of a run that is truly on policy, or copies; behind others they measure nothing."""
     equal = [replace(one, proximal_log_probs=one.behavior_log_probs) for one in BF16]
     late = verdict(surveyed([*BF16[:96], *equal[96:]]), None)
     assert verdict(surveyed(equal), None).headline.startswith("Both lists are equal bit for bit")
@@ -1213,7 +1212,6 @@ def test_an_error_over_responses_is_that_of_plain_loops() -> None:
     t = float((old.mean() / fresh.mean()).log() / sum(x.var() / x.mean() ** 2 / 6 for x in (old, fresh)) ** 0.5)
     beyond = torch.arange(len(PLACES["age"].labels)) > 0
     assert survey.tables.errors("age", beyond, ~beyond) == pytest.approx(as_normal(t, 5), rel=1e-4)
-    assert as_normal(4.773, 5) == pytest.approx(2.807, rel=1e-2)  # a chance of 0.5% on two sides
 
 
 def test_contexts_that_later_steps_repeat_are_no_sign_of_weights() -> None:
