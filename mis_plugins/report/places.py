@@ -147,8 +147,8 @@ class Tables:
         return {
             name: [
                 {"bucket": label, **means}
-                for label, one in zip(PLACES[name].labels, torch.eye(sums.shape[1]), strict=True)
-                if (means := self.means(name, one))["tokens"]
+                for label, bucket in zip(PLACES[name].labels, torch.eye(sums.shape[1]), strict=True)
+                if (means := self.means(name, bucket))["tokens"]
             ]
             for name, sums in self.sums.items()
         }
