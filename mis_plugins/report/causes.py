@@ -22,9 +22,9 @@ from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.metrics import slope
 from mis_plugins.metrics.slope import STANDARD_ERRORS
 from mis_plugins.report.changes import SIDE, Change
-from mis_plugins.report.evidence import LONG_ENOUGH, RELATED, Evidence, Moments
+from mis_plugins.report.evidence import LONG_ENOUGH, RELATED, Evidence, as_normal
 from mis_plugins.report.lists import Pairing
-from mis_plugins.report.places import SHARES
+from mis_plugins.report.places import PLACES, SHARES, Tables
 
 LEAST_SEQUENCES = 16
 END_FACTOR = 5.0
@@ -39,7 +39,8 @@ CUT_DEEP, CUT_MASS = 0.7, 1.2  # largest mean ratio and `mass` of tokens that a 
 PROPORTIONAL = 0.75  # of (log r)^2 that a factor accounts for: one list is the other's multiple
 UNITS = (abs(math.log(math.log(2))), math.log(math.log(10)))  # of logarithms to base 2 and 10, by either side
 LEFT, MOST_FACTOR = 0.1, 8.0  # of (log r)^2 beside a unit: int5 leaves 0.07, a temperature 0.2 or more
-NEGATIVE_KL, NEGATIVE_ERRORS = 0.002, 4.0  # a mean of log r above 0, which samples of mu cannot give
+NEGATIVE_KL = 0.002  # a mean of log r above 0, which samples of mu cannot give
+ERRORS_BESIDE = 4.0  # standard errors that count where another measure counts too
 SURE_SHARE, FILLS = 1e-4, 8
 SHOWN = 8  # numbers or names of one kind that evidence lists
 RARE = 1e-9  # chance below which a part of the responses is a sign, about that of six standard errors
@@ -66,14 +67,18 @@ class Facts:
     """Everything that a detector may read of a run.
 
     sums: sums of the whole run, by the names of `metrics/tokens.py`.
-    places: tables of `places.Tables`.
+    tables: sums of the run by places.
     changes: changes of kl_k3 over the steps, joined until they hold `FEW` tokens.
     """
 
     sums: Mapping[str, float]
     evidence: Evidence
-    places: Mapping[str, Table]
+    tables: Tables
     changes: Sequence[Change]
+
+    @cached_property
+    def places(self) -> Mapping[str, Table]:
+        return self.tables.rows()
 
     @cached_property
     def rows(self) -> Float[Tensor, "3 N"]:
@@ -120,11 +125,11 @@ class Facts:
     @cached_property
     def spread(self) -> dict[str, float]:
         """The share of the tokens, and of the responses, over which the mismatch is as good as spread."""
-        moments = Moments.sum(map(_moments, self.places.get("position", ())))
+        count, mass, squared = self.tables.sums["position"][[0, -2, -1]].sum(1).tolist()
         _, counts, masses = self.rows[:, self.rows[1] >= LONG_ENOUGH]
         squares = float((masses.square() / counts).sum() * counts.sum())
         responses = float(masses.sum()) ** 2 / squares if len(masses) >= LEAST_SEQUENCES and squares else 1.0
-        tokens = moments.total**2 / (moments.count * moments.squares) if moments.squares else 1.0
+        tokens = mass**2 / (count * squared) if squared else 1.0
         return {"tokens": tokens, "responses": responses}
 
     @property
@@ -216,20 +221,15 @@ class Line:
         left = [_relation(held.sum(1) - fold) for fold in held.T]
         numbers = [getattr(relation, number) for relation in left if relation is not None]
         estimates = torch.tensor(numbers, dtype=torch.float64)
-        few = not self.is_long or len(estimates) < LEAST_SEQUENCES
+        few = self.relation.tokens < LEAST_TO_RELATE or len(estimates) < LEAST_SEQUENCES
         return math.inf if few else float(estimates.var(correction=0) * (len(estimates) - 1)) ** 0.5
-
-    @property
-    def is_long(self) -> bool:
-        """Whether tokens are enough for standard errors."""
-        return self.relation.tokens >= LEAST_TO_RELATE
 
     @cached_property
     def off_one(self) -> int:
         """1 where the mean of pi_old / mu is above 1 by more than its error, -1 where it is below, else 0."""
         mean = self.relation.mean_ratio
         error = STANDARD_ERRORS * self.relation.mean_ratio_error
-        if not self.is_long or abs(mean - 1) <= max(slope.RATIO_MARGIN, error):
+        if self.relation.tokens < LEAST_TO_RELATE or abs(mean - 1) <= max(slope.RATIO_MARGIN, error):
             return 0
         return 1 if mean > 1 else -int(self.relation.ess > slope.LEAST_ESS)
 
@@ -271,13 +271,6 @@ class Line:
     def is_multiple(self) -> bool:
         """Whether one list is so much a multiple of the other that no mean ratio tells more."""
         return abs(self.relation.nearest - 1) > slope.SLOPE_MARGIN and self.factor[1] < 1 - PROPORTIONAL
-
-    @property
-    def share(self) -> float:
-        """The share of (log r)^2 that a line in log mu accounts for."""
-        means = self.facts.means
-        variance = means["proximal_squared"] - means["proximal"] ** 2
-        return 1 - self.relation.unexplained * variance / self.facts.square
 
 
 def _beyond_the_others(x: Float[Tensor, " N"], part: Bool[Tensor, " N"]) -> tuple[float, float, float]:
@@ -494,9 +487,9 @@ def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
 
 def _are_lowered(facts: Facts) -> bool:
     """Whether the engine's likely tokens are likelier to the trainer, as a temperature above 1 alone makes them."""
-    likely = (row for row in facts.places.get("probability", ()) if row["bucket"] in SHARES[3:])
-    likely_moments = Moments.sum(_moments(row, "kl_k1", "log_ratio_squared") for row in likely)
-    return likely_moments.count >= LEAST_TOKENS and -likely_moments.mean > STANDARD_ERRORS * likely_moments.error
+    likely = torch.tensor([label in SHARES[3:] for label in SHARES])
+    tokens = facts.tables.means("probability", likely)["tokens"]
+    return tokens >= LEAST_TOKENS and -facts.tables.errors("probability", likely) > ERRORS_BESIDE
 
 
 def _unit(line: Line) -> Numbers | None:
@@ -520,7 +513,7 @@ def _swapped(line: Line) -> Numbers | None:
     error = float((sums - inverse * n).square().sum().sqrt() / n.sum())
     off = abs(float(inverse) - 1)
     sampled = off <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * error) and off < mean / 2
-    above = mean > NEGATIVE_ERRORS * line.error("mean_log_ratio")
+    above = mean > ERRORS_BESIDE * line.error("mean_log_ratio")
     return {"found": line.relation, "inverse": float(inverse), "error": error} if above and sampled else None
 
 
@@ -535,7 +528,9 @@ def _raw(line: Line) -> Numbers | None:
 def _temperature(line: Line) -> Numbers | None:
     if not line.is_scaled or (line.off_one > 0 and not line.is_multiple):
         return None
-    return {"found": line.relation, "share_of_all": line.share}
+    means = line.facts.means
+    left = line.relation.unexplained * (means["proximal_squared"] - means["proximal"] ** 2)  # of (log r)^2, by a line
+    return {"found": line.relation, "share_of_all": 1 - left / line.facts.square}
 
 
 def _cut_off(line: Line) -> Numbers | None:
@@ -573,35 +568,23 @@ def _share_of(facts: Facts, part: str) -> float:
 
 
 def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int = 1) -> Numbers | None:
-    """A bucket beyond which `mass` is higher by a factor, and |log r| by `STANDARD_ERRORS`: one token moves k3."""
-    rows = facts.places.get(place, ())
-    low, high = _beside(rows, usual)
-    if high.count < FEW or low.count < least or high.mean <= 0 or high.mean < factor * low.mean:
+    """A bucket beyond which `mass` is higher by a factor, and |log r| by `ERRORS_BESIDE`: one token moves k3."""
+    if place not in facts.places:
         return None
-    less, more = _beside(rows, usual, "log_prob_diff_abs_mean", "log_ratio_squared")
-    if more.mean - less.mean < STANDARD_ERRORS * math.sqrt(less.variance / less.count + more.variance / more.count):
+    beyond = torch.tensor([label != usual for label in PLACES[place].labels])
+    low, high = (facts.tables.means(place, part) for part in (~beyond, beyond))
+    is_higher = high["tokens"] >= FEW and low["tokens"] >= least and high["mass"] >= max(factor * low["mass"], 1e-30)
+    if not is_higher or facts.tables.errors(place, beyond, ~beyond) < ERRORS_BESIDE:
         return None
-    tokens = low.count + high.count
-    explained = 1 - tokens * low.mean / (low.total + high.total)
-    usual_k3, others_k3 = (moments.mean for moments in _beside(rows, usual, "kl_k3"))
-    return {"usual": usual_k3, "others": others_k3, "share": high.count / tokens, "share_of_all": explained}
-
-
-def _beside(rows: Table, usual: str, *columns: str) -> list[Moments]:
-    """Moments of a number in the usual bucket, and in all others; `columns` as of `_moments`."""
-    sides = ([row for row in rows if (row["bucket"] == usual) == is_usual] for is_usual in (True, False))
-    return [Moments.sum(_moments(row, *columns) for row in side) for side in sides]
-
-
-def _moments(row: Mapping[str, float | str], name: str = "mass", squared: str = "mass_squared") -> Moments:
-    n, mean, square = (float(row[column]) for column in ("tokens", name, squared))
-    return Moments(n, n * mean, n * square)
+    share = high["tokens"] / (low["tokens"] + high["tokens"])
+    explained = 1 - low["mass"] / (low["mass"] * (1 - share) + high["mass"] * share)
+    return {"usual": low["kl_k3"], "others": high["kl_k3"], "share": share, "share_of_all": explained}
 
 
 def _jump(facts: Facts) -> Numbers | None:
     """The first sudden change, up or from beyond the limit down, that more than one response of its level shows."""
     sudden = (place for place, change in enumerate(facts.changes) if change.sudden and change.apart)
-    fits = (facts.changes[place] for place in sudden if _counts(facts, place) and _of_several(facts, place))
+    fits = (facts.changes[place] for place in sudden if _counts(facts, place) and _of_several(facts, place, place + 1))
     return _of_change(facts, next(fits, None))
 
 
@@ -622,7 +605,8 @@ def _rise(facts: Facts) -> Numbers | None:
     first, last = facts.changes[0], facts.changes[-1]
     whole = Change(last.step, first.before, last.after, sudden=False)
     counts = whole.after > LIMITS[FIRST].high or not first.sudden or _counts(facts, 0)
-    return _of_change(facts, whole if counts and whole.factor >= JUMP_FACTOR else None)
+    rises = counts and whole.factor >= JUMP_FACTOR and _of_several(facts, 0, len(facts.changes))
+    return _of_change(facts, whole if rises else None)
 
 
 def _of_change(facts: Facts, change: Change | None) -> Numbers | None:
@@ -637,13 +621,25 @@ def _mean(rows: torch.Tensor) -> torch.Tensor:
     return rows[2].sum() / rows[1].sum().clamp(min=1)
 
 
-def _of_several(facts: Facts, place: int) -> bool:
-    """Whether the higher level stays above the lower one without its heaviest response."""
-    low, high = facts.levels[place : place + 2]
-    if facts.changes[place].factor < 1:
+def _of_several(facts: Facts, first: int, last: int) -> bool:
+    """Whether the higher of two levels stays above the lower one without its heaviest response.
+
+    Few steps do not tell their own noise: there the responses of both levels must differ by more than their spread.
+    """
+    low, high = facts.levels[first], facts.levels[last]
+    if facts.changes[first].before > facts.changes[last - 1].after:
         low, high = high, low
     lighter = torch.arange(high.shape[1]) != high[2].argmax()
-    return bool(_mean(high[:, lighter]) > math.sqrt(JUMP_FACTOR) * _mean(low))
+    several = bool(_mean(high[:, lighter]) > math.sqrt(JUMP_FACTOR) * _mean(low))
+    return several and (len(facts.rows[0].unique()) >= 2 * SIDE or _differ_by_responses(low, high))
+
+
+def _differ_by_responses(low: Float[Tensor, "3 _"], high: Float[Tensor, "3 _"]) -> bool:
+    """Whether the responses of one level have a larger mismatch a token than those of another."""
+    rows = torch.cat([low, high], 1)
+    part, held = torch.arange(rows.shape[1]) >= low.shape[1], rows[1] > 0
+    apart, _, error = _beyond_the_others((rows[2] / rows[1]).clamp(min=1e-30).log()[held], part[held])
+    return as_normal(apart / max(error, 1e-30), int(held.sum()) - 2) > ERRORS_BESIDE
 
 
 def _differing_weights(facts: Facts) -> Numbers | None:
@@ -677,9 +673,7 @@ def id_share(table: torch.Tensor) -> tuple[float, float]:
     return float(products / squares.sum()), float(products / error)
 
 
-def _less_own_variance(
-    count: torch.Tensor, total: torch.Tensor, squares: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _less_own_variance(count: Tensor, total: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of residuals and of their squares for each id, less a line in the variance within the id."""
     variance = (squares - total.square() / count) / (count - 1)
     centred = variance - (variance * count).sum() / count.sum()

@@ -36,11 +36,7 @@ SHOWN = (FIRST, "kl_k1", "log_prob_diff_abs_mean", "ratio_mean", "ess_ratio", "p
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the report once, or again and again with `--watch`.
-
-    Raises:
-        InputError: a path does not exist, or `--every` is no number of seconds to wait, or without `--watch`.
-    """
+    """Make the report once, or again and again with `--watch`; raises InputError where an argument is wrong."""
     ever = False
     wait = WAIT if arguments.every is None else arguments.every
     if not 0 <= wait <= LONGEST_WAIT:
@@ -88,11 +84,7 @@ def alarmed(document: Document) -> bool:
 
 
 def suggest(arguments: argparse.Namespace) -> int:
-    """Print the proposal alone: yaml, flags, why, and how much was read. What could not be read goes to stderr.
-
-    Raises:
-        InputError: no token was read that can be compared, so there is nothing to propose.
-    """
+    """Print the proposal alone: yaml, flags, why, and how much was read. What could not be read goes to stderr."""
     document = read(arguments.paths, arguments)
     for problem in document.problems.first(SHOWN_PROBLEMS):
         print_error(printable(f"not read: {problem}"))

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy  # noqa: F401  a tensor's `numpy()` without it is no ModuleNotFoundError
@@ -20,6 +19,7 @@ from mis_plugins.report.record import Batch
 BEGINNING = 4  # valid tokens that count as the beginning of a response
 WITH_MIDDLE = BEGINNING + 2  # valid tokens of a sequence whose beginning and end are compared with its middle
 LARGEST_ID = 1_000_000
+CONTEXTS = 2**20  # held of all batches, in 8 MB
 FOLDS = 32  # of the sequences, for the standard errors of slopes and means
 RELATED = ("usable", *slope.RELATED_SUMS, "inverse")
 UNLIKELY = -1.0  # log-prob of one side where the other reports a probability of exactly 1
@@ -49,18 +49,21 @@ class Moments:
         return self.total / self.count if self.count else math.nan
 
     @property
-    def variance(self) -> float:
-        return max(self.squares / self.count - self.mean**2, 0.0)
-
-    @property
     def error(self) -> float:
         """Standard error of the mean; NaN of fewer than two numbers."""
-        return math.sqrt(self.variance / (self.count - 1)) if self.count > 1 else math.nan
+        spread = max(self.squares - self.count * self.mean**2, 0.0)
+        return math.sqrt(spread / self.count / (self.count - 1)) if self.count > 1 else math.nan
 
-    @classmethod
-    def sum(cls, parts: "Iterable[Moments]") -> "Moments":
-        parts = list(parts)
-        return cls(*(sum(getattr(part, name) for part in parts) for name in ("count", "total", "squares")))
+
+def as_normal(errors: float, freedom: float) -> float:
+    """The standard errors of a normal distribution with the chance of Student's t (Wallace, 1959); 0 of no freedom.
+
+    Few responses tell their own spread badly: six errors of a normal distribution are 13 at a freedom of 15.
+    """
+    if freedom < 1:
+        return 0.0
+    size = math.sqrt(freedom * math.log1p(errors**2 / freedom)) * (8 * freedom + 1) / (8 * freedom + 3)
+    return math.copysign(size, errors)
 
 
 @dataclass
@@ -82,6 +85,7 @@ class Evidence:
         first `LONG_ENOUGH`, nor the last ones, nor of `fills`, nor of another route or an older version.
     rows: of each sequence its step, the number of usable tokens, and their sum of `mass`.
     seen, repeated: digests of the responses' log-probs, and how many responses repeat an earlier one's.
+    contexts: of each remainder by `CONTEXTS` the last context with it.
     by_id: of each token id the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product; of equal
         contexts the first one counts.
     """
@@ -102,6 +106,7 @@ class Evidence:
     rows: list[Float[Tensor, "3 _"]] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
     repeated: int = 0
+    contexts: Int[Tensor, " C"] = field(default_factory=lambda: torch.zeros(CONTEXTS, dtype=torch.int64))
     by_id: Float[Tensor, "6 V"] = field(default_factory=lambda: torch.zeros(6, 0))
 
     def add(self, batch: Batch, tokens: Tokens) -> None:
@@ -119,14 +124,14 @@ class Evidence:
         again = self._are_repeated(batch)
         ids = batch.whole_numbers("tokens")
         if ids is not None:
-            new = ~batch.ragged.to_tokens(again) & are_first(ids, batch.positions)
+            new = ~batch.ragged.to_tokens(again) & self._are_first(contexts_of(ids, batch.positions))
             self._add_ids(ids.masked_fill(~new, -1), tokens)
 
     def _add_fills(self, batch: Batch, tokens: Tokens) -> Bool[Tensor, " T"]:
         """Add `fills`, `apart`, `copied` and `certain`, and return the tokens that `fills` counts."""
         counted = torch.zeros_like(tokens.usable)
         masses, distant = mass(tokens), tokens.log_ratio.abs() > -UNLIKELY
-        rows = (torch.ones_like(tokens.usable), ~_are_unsure(tokens), tokens.log_ratio != 0)
+        rows = (torch.ones_like(tokens.usable), (tokens.log_probs == 0).all(0), tokens.log_ratio != 0)
         usable, sure, apart = batch.ragged.sums(*(tokens.usable & row for row in rows))
         copies = (apart == 0) & (usable >= LONG_ENOUGH) & (sure < usable)
         self.copied, self.certain = self.copied + int(usable[copies].sum()), self.certain + int(sure[~copies].sum())
@@ -167,7 +172,7 @@ class Evidence:
         self.rows.append(torch.stack([torch.full_like(masses, batch.step), counts, masses]))
         rows = torch.stack([torch.ones_like(x), x, y, x * x, y * y, x * y, r, r * r, 1 / r])
         self.folds.index_add_(1, (owner + self.lists.size) % FOLDS, rows)
-        self.lists.add(x, y, owner, turn, ragged.size)
+        self.lists.add(torch.stack([x, y]), owner, turn, ragged.size)
         first, last = ends(ragged, usable, LONG_ENOUGH, LONG_ENOUGH)
         touched = first | last | fills
         for name in ("route_differs", "ages"):
@@ -190,6 +195,15 @@ class Evidence:
         self.repeated += sum(again)
         return torch.tensor(again)
 
+    def _are_first(self, contexts: Int[Tensor, " T"]) -> Bool[Tensor, " T"]:
+        """Tokens whose context no earlier token has, as far as `contexts` holds: equal ones err alike in any engine."""
+        names, place = contexts.unique(return_inverse=True)
+        tokens, slots = torch.arange(len(contexts)), names % len(self.contexts)
+        first = torch.full_like(names, len(contexts)).scatter_reduce(0, place, tokens, "amin")
+        first[self.contexts[slots] == names] = len(contexts)
+        self.contexts[slots] = names
+        return first[place] == tokens
+
     def _add_ids(self, ids: Int[Tensor, " T"], tokens: Tokens) -> None:
         named = tokens.usable & (ids >= 0) & (ids < LARGEST_ID)
         index, r, m = ids[named], tokens.log_ratio[named], tokens.log_probs[1, named]
@@ -202,15 +216,13 @@ class Evidence:
         self.by_id = torch.nn.functional.pad(self.by_id, (0, size - held)) + added
 
 
-def are_first(ids: Int[Tensor, " T"], positions: Int[Tensor, " T"]) -> Bool[Tensor, " T"]:
-    """Tokens whose id and preceding ids no earlier token has: equal contexts err alike in any engine."""
+def contexts_of(ids: Int[Tensor, " T"], positions: Int[Tensor, " T"]) -> Int[Tensor, " T"]:
+    """A hash of each token's id and of the ids that precede it in its response."""
     mixed = (ids + 1) * 6364136223846793005  # products and sums wrap around at 2^64, as a hash's may
     mixed = (mixed ^ (mixed >> 29)) * (2 * positions + 1)
     sums = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])
     starts = torch.arange(len(ids)) - positions
-    _, place = (sums[1:] - sums[starts]).unique(return_inverse=True)
-    first = torch.full((len(ids),), len(ids)).scatter_reduce(0, place, torch.arange(len(ids)), "amin")
-    return first[place] == torch.arange(len(ids))
+    return sums[1:] - sums[starts]
 
 
 def in_unlikely_runs(
@@ -223,19 +235,12 @@ def in_unlikely_runs(
     return sure & ((log_prob < UNLIKELY * RUN) & (log_prob < CUT * count) & (count >= RUN))[number]
 
 
-def ends(
-    ragged: Ragged, usable: Bool[Tensor, " T"], first: int, last: int = 1
-) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
+def ends(ragged: Ragged, usable: Bool[Tensor, " T"], first: int, last: int = 1) -> Bool[Tensor, "2 T"]:
     """The `first` usable tokens of each response, and its `last` ones."""
     place = usable.cumsum(0)
     starts = torch.cat([place.new_zeros(1), place])[ragged.cu_seqlens]
     place = place - ragged.to_tokens(starts[:-1])
-    return usable & (place <= first), usable & (place > ragged.to_tokens(starts.diff()) - last)
-
-
-def _are_unsure(tokens: Tokens) -> Bool[Tensor, " T"]:
-    """Tokens that are certain on one side at most. Of both sides, a log-prob of 0 is that of padding."""
-    return (tokens.log_probs != 0).any(0)
+    return usable & torch.stack([place <= first, place > ragged.to_tokens(starts.diff()) - last])
 
 
 def mass(tokens: Tokens) -> Float[Tensor, " T"]:
@@ -256,7 +261,8 @@ def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> d
         (`end_mass`) have beyond the others, beside the sum of all (`mass`); and whether the largest |log r| of all is
         there (`beginning_largest`, `end_largest`), beside the chance of it (`beginning_chance`, `end_chance`).
     """
-    usable, size, masses = tokens.usable & _are_unsure(tokens), tokens.log_ratio.abs(), mass(tokens)
+    size, masses = tokens.log_ratio.abs(), mass(tokens)
+    usable = tokens.usable & (tokens.log_probs != 0).any(0)  # of both sides, a log-prob of 0 is that of padding
     first, last = ends(ragged, usable, BEGINNING)
     owner = ragged.to_tokens(torch.arange(ragged.size))
     most = size.new_zeros(ragged.size).scatter_reduce(0, owner, torch.where(usable, size, 0), "amax")

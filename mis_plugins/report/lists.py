@@ -66,21 +66,14 @@ class Lists:
     turns: Float[Tensor, "S 6"] = field(default_factory=lambda: torch.zeros(len(SHIFTS), SUMS).double())
     joins: Float[Tensor, "S 6"] = field(default_factory=lambda: torch.zeros(len(SHIFTS), SUMS).double())
 
-    def add(
-        self,
-        x: Float[Tensor, " U"],
-        y: Float[Tensor, " U"],
-        owner: Int[Tensor, " U"],
-        turn: Int[Tensor, " U"],
-        size: int,
-    ) -> None:
+    def add(self, pairs: Float[Tensor, "2 U"], owner: Int[Tensor, " U"], turn: Int[Tensor, " U"], size: int) -> None:
         """Add the usable tokens of `size` sequences; owner is a token's sequence, turn its turn."""
         unit, owners = units(owner, turn)
         within = torch.zeros(len(SHIFTS), SUMS, len(owners), dtype=torch.float64)
         for place, shift in enumerate(SHIFTS):
-            first = slice(max(-shift, 0), max(len(x) - max(shift, 0), 0))
-            second = slice(max(shift, 0), max(len(x) - max(-shift, 0), 0))
-            a, b = x[first], y[second]
+            first = slice(max(-shift, 0), max(pairs.shape[1] - max(shift, 0), 0))
+            second = slice(max(shift, 0), max(pairs.shape[1] - max(-shift, 0), 0))
+            a, b = pairs[0, first], pairs[1, second]
             rows = torch.stack([torch.ones_like(a), a, b, a * a, b * b, a * b])
             same, turned = owner[first] == owner[second], turn[first] != turn[second]
             apart = torch.where(same & ~turned, (a - b).abs(), -1)

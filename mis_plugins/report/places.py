@@ -1,18 +1,19 @@
 """Where the mismatch lies: by position, length, probability, turn, advantage, age and route, and where it is worst."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config.terms.divergence import k3
 from mis_plugins.metrics.tokens import Tokens
-from mis_plugins.report.evidence import mass
+from mis_plugins.report.evidence import as_normal, mass
 from mis_plugins.report.record import Batch, Record
 
 Bucket = Callable[[Batch], Tensor | None]
@@ -85,38 +86,80 @@ ROWS: dict[str, Callable[[Tokens], Float[Tensor, " T"]]] = {
     "kl_k1": lambda t: -t.log_ratio,
     "kl_k3": lambda t: k3(t.log_ratio),
     "log_prob_diff_abs_mean": lambda t: t.log_ratio.abs(),
-    "log_ratio_squared": lambda t: t.log_ratio.square(),
     "mass": mass,
     "mass_squared": lambda t: mass(t).square(),
 }
 
 
+# The places whose buckets are compared, and the number that is compared.
+COMPARED = {"probability": "kl_k1", "age": "log_prob_diff_abs_mean", "route": "log_prob_diff_abs_mean"}
+
+
 @dataclass
 class Tables:
-    """Sums of `ROWS` in every bucket of every place."""
+    """Sums of `ROWS` in every bucket of every place.
+
+    products: of each place of `COMPARED` the sum over responses of v v', where v has of one response the number of
+        tokens in each bucket, and their sums of the number that is compared.
+    """
 
     sums: dict[str, Float[Tensor, "rows buckets"]] = field(default_factory=dict)
+    products: dict[str, Float[Tensor, "two_buckets two_buckets"]] = field(default_factory=dict)
 
     def add(self, batch: Batch, tokens: Tokens) -> None:
-        rows = [row(tokens) for row in ROWS.values()]
+        rows = {name: row(tokens) for name, row in ROWS.items()}
         for name, place in PLACES.items():
             bucket, size = place.bucket(batch), len(place.labels)
             if bucket is None:
                 continue
             index = torch.where(bucket < 0, size, bucket)  # one bucket more, at the end, takes what is unknown
-            sums = torch.stack([torch.bincount(index, row, size + 1)[:size] for row in rows])
+            sums = torch.stack([torch.bincount(index, row, size + 1)[:size] for row in rows.values()])
             self.sums[name] = self.sums.get(name, 0) + sums
+            if name in COMPARED:
+                compared = (rows["tokens"], rows[COMPARED[name]])
+                self.products[name] = self.products.get(name, 0) + _products(batch, index, size, compared)
+
+    def means(self, name: str, part: Tensor) -> dict[str, float]:
+        """The number of tokens in some buckets, and the means of `ROWS` over them; 0 of none."""
+        count, *totals = (self.sums[name] * part).sum(1).tolist()
+        return {"tokens": count} | {row: x / max(count, 1) for row, x in zip([*ROWS][1:], totals, strict=True)}
+
+    def errors(self, name: str, part: Bool[Tensor, " B"], others: Bool[Tensor, " B"] | None = None) -> float:
+        """By how many standard errors the log of a mean over buckets is above that over others, or a mean above 0.
+
+        Tokens of one response may err alike, so that the error is that of a sum over responses.
+        """
+        compared, products = self.sums[name][[0, list(ROWS).index(COMPARED[name])]], self.products[name]
+        above, freedom, moved = 0.0, math.inf, products.new_zeros(len(products))
+        for sign, side in zip((1, -1), [part] if others is None else [part, others], strict=False):
+            weight = torch.cat([side, torch.zeros_like(side)]).double()
+            count, total = (compared * side).sum(1).tolist()
+            mean = total / count
+            scale = 1.0 if others is None else max(mean, 1e-30)
+            above += sign * (mean if others is None else math.log(scale))
+            freedom = min(freedom, count**2 / float(weight @ products @ weight) - 1)  # responses, if all were as long
+            moved += sign / (count * scale) * (weight.roll(len(side)) - mean * weight)
+        error = math.sqrt(max(float(moved @ products @ moved), 0) * (freedom + 1) / max(freedom, 1))
+        return as_normal(above / max(error, 1e-150), freedom)
 
     def rows(self) -> dict[str, list[dict[str, float | str]]]:
         """Rows of each table: bucket, tokens, and means over the bucket's usable tokens. Empty buckets are left out."""
-        return {name: list(_rows(PLACES[name].labels, sums)) for name, sums in self.sums.items()}
+        return {
+            name: [
+                {"bucket": label, **means}
+                for label, bucket in zip(PLACES[name].labels, torch.eye(sums.shape[1]), strict=True)
+                if (means := self.means(name, bucket))["tokens"]
+            ]
+            for name, sums in self.sums.items()
+        }
 
 
-def _rows(labels: Sequence[str], sums: Tensor) -> Iterator[dict[str, float | str]]:
-    for label, (count, *totals) in zip(labels, sums.T.tolist(), strict=True):
-        if count:
-            means = {name: total / count for name, total in zip(list(ROWS)[1:], totals, strict=True)}
-            yield {"bucket": label, "tokens": count, **means}
+def _products(batch: Batch, index: Int[Tensor, " T"], size: int, rows: Iterable[Tensor]) -> Float[Tensor, "K K"]:
+    """What the responses of a batch add to `Tables.products`."""
+    owner = batch.ragged.to_tokens(torch.arange(batch.ragged.size))
+    cell, held = owner * (size + 1) + index, batch.ragged.size * (size + 1)
+    each = torch.cat([torch.bincount(cell, row, held).view(-1, size + 1)[:, :size] for row in rows], 1)
+    return each.T @ each
 
 
 TOKENS, SEQUENCES = 50, 12

@@ -25,7 +25,7 @@ SLOWEST, SLOW, FASTEST = 0.25, 0.8, 1.25  # mean weights, which act as a factor 
 OPENING = 0.1  # share of the steps, the first ones, which a run that starts anew meets whatever its config
 MEASURES = {
     "response_cosine": "cosine to the products of whole responses",
-    "coefficient_cosine": "coefficient cosine",
+    "coefficient_cosine": "coefficient cosine (too few responses bear products of whole ones)",
     "ess": "effective sample",
 }
 ALIKE = 0.005  # directions closer than this are not told apart, whatever their interval

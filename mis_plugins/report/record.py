@@ -102,9 +102,6 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
     """A record from lists, arrays or tensors by the names of the neutral form.
 
     `null` in a list of log-probs, and a number that stands in for one (`shared/absent.py`), is NaN.
-
-    Raises:
-        RecordError: a list is missing, holds something else than numbers, or has another length than the response.
     """
     if any(values.get(name) is None for name in REQUIRED):
         held = [name for name, value in values.items() if value is not None]
@@ -144,11 +141,7 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
 
 
 def step_of(value: Any) -> int:
-    """The number of a step. Writers of JSON that know no whole numbers write 3.0 for 3.
-
-    Raises:
-        RecordError: the value is no whole number from 0 to `LARGEST`.
-    """
+    """The number of a step. Writers of JSON that know no whole numbers write 3.0 for 3."""
     whole = int(value) if type(value) is int or (type(value) is float and value.is_integer()) else -1
     if not 0 <= whole <= LARGEST:
         raise RecordError(f"step: got {shortened(value)}; give a whole number from 0 to {LARGEST}")

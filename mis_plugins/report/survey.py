@@ -18,7 +18,7 @@ from mis_plugins.metrics.alarms import ALARMS
 from mis_plugins.metrics.partials import finalize, partials
 from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.metrics.totals import Partials
-from mis_plugins.report.causes import FEW, Facts, Finding, findings
+from mis_plugins.report.causes import FEW, Facts, Finding, Table, findings
 from mis_plugins.report.changes import Change, changes, joined_steps
 from mis_plugins.report.evidence import Evidence
 from mis_plugins.report.places import Tables, Worst
@@ -130,16 +130,14 @@ class Report:
     whole: the metrics over all steps together.
     rejected, torn, together: as in `Survey`.
     usable: number of tokens that the loss mask keeps and whose two log-probs are finite; all means are over them.
-    absent: as in `Evidence`.
+    evidence: sums beside the metrics.
     spread: as in `Facts`.
-    repeated: number of responses with all log-probs of an earlier one.
-    certain, copied: as in `Evidence`.
     empty: number of responses without a usable token.
     """
 
     steps: dict[int, dict[str, float]]
     whole: dict[str, float]
-    places: dict[str, list[dict[str, float | str]]]
+    places: Mapping[str, Table]
     changes: Sequence[Change]
     findings: list[Finding]
     alarms: list[tuple[int, str, str]]
@@ -151,11 +149,8 @@ class Report:
     torn: tuple[str, ...]
     together: tuple[str, ...]
     usable: int
-    absent: dict[str, dict[str, int]]
+    evidence: Evidence
     spread: dict[str, float]
-    repeated: int
-    certain: int
-    copied: int
     empty: int
 
 
@@ -206,14 +201,13 @@ def report(survey: Survey) -> Report | None:
         return None
     whole = survey.numbers.whole()
     steps = dict(survey.numbers.metrics())
-    places = survey.tables.rows()
     finite = {step: x for step, values in steps.items() if math.isfinite(x := values.get(FIRST, math.nan))}
     joined = joined_steps(finite, {step: steps[step]["tokens"] for step in finite}, FEW)
-    facts = Facts(whole.named_sums, survey.evidence, places, changes(list(joined), list(joined.values())))
+    facts = Facts(whole.named_sums, survey.evidence, survey.tables, changes(list(joined), list(joined.values())))
     return Report(
         steps=steps,
         whole=ordered(finalize(whole, survey.own)),
-        places=places,
+        places=facts.places,
         changes=facts.changes,
         findings=findings(facts),
         alarms=list(survey.numbers.alarms()),
@@ -225,11 +219,8 @@ def report(survey: Survey) -> Report | None:
         torn=survey.torn,
         together=tuple(survey.together),
         usable=int(whole.named_sums["usable"]),
-        absent={side: dict(names) for side, names in survey.evidence.absent.items() if names},
+        evidence=survey.evidence,
         spread=facts.spread,
-        repeated=survey.evidence.repeated,
-        certain=survey.evidence.certain,
-        copied=survey.evidence.copied,
         empty=int((facts.rows[1] == 0).sum()),
     )
 

@@ -18,7 +18,7 @@ from mis_plugins.correction.pipeline import correct
 from mis_plugins.correction.ratios import exp_clamped
 from mis_plugins.errors import ConfigError
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.report.places import PLACES, doubling
+from mis_plugins.report.places import PLACES
 from mis_plugins.report.record import Batch
 
 USUAL = 0.05  # least share of the tokens with which a bucket of lengths can show a bias
@@ -59,15 +59,11 @@ def _plain(batch: Batch) -> Float[Tensor, " T"] | None:
     return (advantages * (1 - log_probs.exp())).double()
 
 
-def _products(ragged: Ragged, ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"] | None:
-    """Ratio of each token's whole response, 0 where its own is unknown; None where few responses bear the sum."""
+def _products(ragged: Ragged, ratio: Float[Tensor, " T"]) -> Float[Tensor, " N"]:
+    """The product of the ratios of each response, over its tokens of a known ratio; 0 of none."""
     usable = ratio > 0
     total, tokens = ragged.sums(torch.where(usable, ratio, 1).log(), usable)
-    products = exp_clamped(total)[tokens > 0]
-    ess = products.mean().square() / products.square().mean()  # NaN of no response
-    if products.numel() < SEQUENCES or ess < LEAST_ESS:
-        return None
-    return ragged.to_tokens(exp_clamped(total)) * usable
+    return exp_clamped(total) * (tokens > 0)
 
 
 @dataclass(frozen=True)
@@ -75,40 +71,38 @@ class Shared:
     """What every candidate reads of a batch, computed once.
 
     valid: valid tokens of each sequence.
-    lengths: bucket of each sequence's length.
-    signs: the valid tokens in each bucket of the advantage's sign; none without advantages.
+    buckets: of the length and of the advantage's sign, where it is known, the bucket of each token, from 1 on.
     plain: as of `_plain`; the cosines are of `weight * plain` and of `wanted`, by the cosine's name.
-    wanted: `plain` times unbounded weights of tokens, or of whole responses where those can be known.
+    products: as of `_products`.
+    wanted: `plain` times unbounded weights of tokens, or of whole responses.
     """
 
     batch: Batch
     valid: Float[Tensor, " N"]
-    lengths: Int[Tensor, " N"]
-    signs: tuple[Bool[Tensor, " T"], ...]
+    buckets: Mapping[str, Int[Tensor, " T"]]
     plain: Float[Tensor, " T"] | None
+    products: Float[Tensor, " N"]
     wanted: Mapping[str, Float[Tensor, " T"]]
 
     @classmethod
     def of(cls, batch: Batch, ratio: Float[Tensor, " T"]) -> "Shared":
-        mask, place = batch.ragged.loss_mask, PLACES["advantage"]
-        sign = place.bucket(batch)
-        (valid,) = batch.ragged.sums(mask)
-        lengths = doubling(batch.ragged.cu_seqlens.diff())
-        signs = () if sign is None else tuple(mask & (sign == k) for k in range(len(place.labels)))
-        plain = _plain(batch)
-        weights = {"coefficient_cosine": ratio, "response_cosine": _products(batch.ragged, ratio)}
-        wanted = {name: plain * w for name, w in weights.items() if plain is not None and w is not None}
-        return cls(batch, valid, lengths, signs, plain, wanted)
+        (valid,) = batch.ragged.sums(batch.ragged.loss_mask)
+        buckets = {name: PLACES[name].bucket(batch) for name in ("length", "advantage")}
+        buckets = {name: bucket + 1 for name, bucket in buckets.items() if bucket is not None}
+        plain, products = _plain(batch), _products(batch.ragged, ratio)
+        of_response = batch.ragged.to_tokens(products) * (ratio > 0)
+        weights = {"coefficient_cosine": ratio, "response_cosine": of_response}
+        wanted = {name: plain * w for name, w in weights.items() if plain is not None}
+        return cls(batch, valid, buckets, plain, products, wanted)
 
     @cached_property
     def all_valid(self) -> dict[str, Float[Tensor, " K"]]:
-        return self.counts(self.batch.ragged.loss_mask, self.valid)
+        return self.counts(self.batch.ragged.loss_mask)
 
-    def counts(self, tokens: Bool[Tensor, " T"], of_sequence: Float[Tensor, " N"]) -> dict[str, Float[Tensor, " K"]]:
-        """Number of tokens in each bucket of the response's length, and of the advantage's sign where it is known."""
-        lengths = torch.bincount(self.lengths, of_sequence, len(PLACES["length"].labels))
-        signs = [(tokens & sign).count_nonzero() for sign in self.signs]
-        return {"length": lengths} | ({"advantage": torch.stack(signs).double()} if signs else {})
+    def counts(self, tokens: Bool[Tensor, " T"]) -> dict[str, Float[Tensor, " K"]]:
+        """Number of some tokens in each of the `buckets`."""
+        sizes = {name: len(PLACES[name].labels) + 1 for name in self.buckets}
+        return {name: torch.bincount(x * tokens, tokens.double(), sizes[name])[1:] for name, x in self.buckets.items()}
 
 
 @dataclass
@@ -137,12 +131,14 @@ class Outcome:
         wide = weights.double()
         added = {
             "valid": shared.valid.sum(), "kept": kept.sum(), "weight": wide.sum(), "weight_squared": wide @ wide,
-            "sequences": (shared.valid > 0).sum(), "kept_sequences": (kept > 0).sum(),
+            "sequences": (shared.valid > 0).sum(), "kept_sequences": (kept > 0).sum(), "read": batch.ragged.size,
+            "products": shared.products.sum(), "products_squared": shared.products.square().sum(),
+            "known": (shared.products > 0).sum(),
         }  # fmt: skip
+        part = (torch.arange(batch.ragged.size) + int(self.sums["read"])) % PARTS
         self.sums.update({name: float(value) for name, value in added.items()})
-        for name, counts in shared.counts(keep, kept).items():
+        for name, counts in shared.counts(keep).items():
             self.shares[name] = self.shares.get(name, 0) + torch.stack([shared.all_valid[name], counts])
-        part = torch.arange(batch.ragged.size) % PARTS
         turned = wide if shared.plain is None else wide * shared.plain
         for name, wanted in shared.wanted.items():
             rows = batch.ragged.sums(turned * wanted, turned.square(), wanted.square())
@@ -163,7 +159,10 @@ class Outcome:
             "kept_by_usual_length": _shares("length", lengths * (lengths[0] >= USUAL * valid)),
             "kept_by_advantage": _shares("advantage", self.shares.get("advantage")),
         }
+        borne = s["known"] >= SEQUENCES and s["products"] ** 2 >= LEAST_ESS * s["known"] * s["products_squared"]
         for name, parts in self.parts.items():
+            if name == "response_cosine" and not borne:
+                continue
             dot, given, wanted = parts.sum(1).tolist()
             if given and wanted:
                 left = parts.sum(1, keepdim=True) - parts
@@ -176,10 +175,7 @@ def candidates(asked: str, own: Candidate | None) -> list[Candidate]:
     """The configs that `--sweep` names: `all` presets, `own` ones of this pack, or presets and files.
 
     Presets that need what a dump does not hold (the target policy, versions, routes) are left out; equal configs count
-    once.
-
-    Raises:
-        ConfigError: a name is unknown, or the config cannot work.
+    once. Raises ConfigError where a name is unknown, or the config cannot work.
     """
     if "=" in asked:
         gone = "there are no grids any more: write each config to a file, and name the files with commas between them"

@@ -11,6 +11,7 @@ from mis_plugins.explain.rungs import Rung, record
 from mis_plugins.report.causes import EVEN, FEW, OF_PLACES, PRECISION
 from mis_plugins.report.changes import SMALLEST, Change, changes, smallest_rise
 from mis_plugins.report.proposal import NOTHING, Proposal
+from mis_plugins.report.readers.curves import IN_BYPASS
 from mis_plugins.report.readers.files import Curve, Problem, Problems
 from mis_plugins.report.record import lacking
 from mis_plugins.report.survey import Report
@@ -22,6 +23,13 @@ CERTAIN = "have a log-prob of exactly 0 on both sides, as padding has; take padd
 COPIED = "are of responses with equal lists on both sides, as copies have; log what the trainer itself computed."
 Steps = Mapping[int, Mapping[str, float]]  # of each step numbers by name
 OF_CORRECTION = {"kept_fraction", "ess"}
+SAME = "as where the trainer's log-probs are the engine's own (--use-rollout-logprobs), or both are equal bit for bit"
+# Numbers that measure nothing at one value, and where they have it.
+EMPTY = (
+    ((IN_BYPASS, "log_prob_diff_abs_mean"), 0.0, SAME),
+    (("train_log_ppl", "rollout_log_ppl"), 0.0, "as where all log-probs are 0"),
+    (("kept_fraction", "ess"), 1.0, "as without a correction"),
+)
 OF_CONFIG = {"all_rejected", "few_kept", "product_too_long", "weights_of_one"}  # alarms of a step, of its correction
 MOST_LOST = 0.1  # of what was read: the most that may be unread in a calm run, and the most padding that goes untold
 TOLD = {"What to do": "name a dump: without tokens no cause can be told."}
@@ -103,7 +111,7 @@ def verdict(report: Report, proposal: Proposal | None, curves: Sequence[Curve] =
 
 def _of_tokens(report: Report, proposal: Proposal | None) -> Verdict:
     """The verdict on the tokens alone."""
-    if report.certain == report.usable:
+    if report.evidence.certain == report.usable:
         return _of_nothing(report)
     limits, level, kl_k3 = beyond(report.whole), level_of(report), report.whole[FIRST]
     is_explained = report.findings and report.findings[0].name != PRECISION
@@ -113,8 +121,8 @@ def _of_tokens(report: Report, proposal: Proposal | None) -> Verdict:
         "Why": WHY if _differ(report) and not is_explained else "",
         **_at_steps(report),
         **_unread(report),
-        "Certain on both sides": _alike(report, report.certain, CERTAIN),
-        "Equal on both sides": _alike(report, report.copied, COPIED),
+        "Certain on both sides": _alike(report, report.evidence.certain, CERTAIN),
+        "Equal on both sides": _alike(report, report.evidence.copied, COPIED),
         "Since when": since({step: row[FIRST] for step, row in report.steps.items() if FIRST in row}, report.changes),
         "Where": _where(report),
         "What to run with": _helped(proposal) if proposal else "",
@@ -163,15 +171,19 @@ def _at_steps(report: Report) -> dict[str, str]:
     }
 
 
+def _others(report: Report) -> int:
+    """The number of tokens beside padding and copies."""
+    return report.usable - report.evidence.certain - report.evidence.copied
+
+
 def _beside_alike(report: Report) -> float:
     """The kl_k3 without padding and copies, which add nothing to any sum: equal lists, and 0 on both sides."""
-    return report.whole[FIRST] * report.usable / max(report.usable - report.certain - report.copied, 1)
+    return report.whole[FIRST] * report.usable / max(_others(report), 1)
 
 
 def _alike(report: Report, count: int, how: str) -> str:
     """How many tokens agree to the bit, where these are more than `MOST_LOST` and not all; else an empty text."""
-    others = report.usable - report.certain - report.copied
-    rest = f"{FIRST} of the others is {_beside_alike(report):.3g}." * bool(others)
+    rest = f"{FIRST} of the others is {_beside_alike(report):.3g}." * bool(_others(report))
     return f"{count} of {report.usable} tokens {how} {rest}" * (MOST_LOST * report.usable < count < report.usable)
 
 
@@ -184,14 +196,15 @@ def _lost(report: Report) -> str:
 def _unread(report: Report) -> dict[str, str]:
     """How many records were rejected, and which files could not be read to their end."""
     rejected = f"{_rejected(report)}, so the verdict is on the others." if report.rejected else ""
-    twice = f"{report.repeated} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
+    again = report.evidence.repeated
+    twice = f"{again} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
     more = f" and {len(report.together) - 2} more" if report.together[2:] else ""
     same = f"steps stand twice, or have no number, in {' and '.join(report.together[:2])}{more}; "
     none = f"{report.empty} of {report.sequences} responses have no token that can be compared."
     alone = {"Read as one run": f"{same}report each run alone where there are several." if report.together else ""}
     ended = {"Not measured to the end": f"{why}." if (why := _ended(report.steps)) else ""}
     parts = {"Not read": rejected, "Nothing in the loss": none if report.empty else ""} | ended
-    return parts | {"Read twice": twice if report.repeated else ""} | _broke_off(report.torn) | alone
+    return parts | {"Read twice": twice if again else ""} | _broke_off(report.torn) | alone
 
 
 def _broke_off(torn: Sequence[str]) -> dict[str, str]:
@@ -239,7 +252,9 @@ def of_curves(
         f"{limit}, at step {step}{_of(curve, curves)}" for curve, name, step, x in rows for limit in beyond({name: x})
     ]
     words = "; ".join(dict.fromkeys(limits))
-    if not any(_measures(name, x) for curve in curves for _, row in _logged(curve) for name, x in row.items()):
+    logged = (row for curve in curves for _, row in _logged(curve))
+    differing = (row for row in logged if row.get("train_log_ppl", 1) or row.get("rollout_log_ppl", 1))
+    if not any(_measures(name, x) for row in differing for name, x in row.items()):
         why = words or _unread_curves(curves, rejected, problems.kept)
         return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", TOLD, measured=False)
     earlier = {"Beyond its limit before": _each(curves, _earlier)}
@@ -301,14 +316,22 @@ def _rises(moves: Sequence[Change], least: float) -> bool:
 
 
 def _ended(values: Steps, replaced: Sequence[tuple[int, Mapping[str, float]]] = ()) -> str:
-    """The last step of kl_k3, or of the last number with a limit, where the steps go on without; else nothing."""
+    """The last step of kl_k3, or of the last number with a limit, where the steps go on without; else nothing.
+
+    A kl_k3 does not count where both lists are equal bit for bit, as copies and padding have them, and others are not.
+    """
+    of_lists = {step: row for step, row in values.items() if FIRST in row and row.get("tokens", FEW) >= FEW}
+    equal = {step for step, row in of_lists.items() if row.get("log_prob_diff_abs_max", row[FIRST]) == 0}
+    if len(equal) < len(of_lists):
+        values = {step: {} if step in equal else row for step, row in values.items()}
     last = {name: step for name, (step, _) in _last(values).items()}
     name, step = (FIRST, last[FIRST]) if FIRST in last else max(last.items(), key=lambda pair: pair[1], default=("", 0))
     without = len({later for later in values if later > step} - {again for again, _ in replaced})
     places = [place for place, held in enumerate(sorted(values)) if name in values[held]]
     usual = median([last - first for first, last in pairwise(places)] or [1])  # as of a number of every tenth step
     goes_on = name and without > MOST_LOST * len(values) and without >= usual
-    return f"{name} was last known at step {step}, and the steps go on to {max(values)}" if goes_on else ""
+    how = ", where both sides are equal bit for bit, as copies are" * (max(values) in equal)
+    return f"{name} was last known at step {step}, and the steps go on to {max(values)}{how}" if goes_on else ""
 
 
 def _again(curve: Curve) -> str:
@@ -331,8 +354,14 @@ def _unread_curves(curves: Sequence[Curve], rejected: int, problems: Sequence[Pr
         first = f"; the first: {problems[0]}" if problems else ""
         return f"{were_rejected(rejected, rejected)}{first}"
     if curves:
-        names = list(dict.fromkeys(name for curve in curves for row in curve.values.values() for name in row))
-        return f"no curve holds a number that measures it: {lacking((FIRST,), names)}"
+        held: dict[str, set[float]] = {}
+        for name, x in (pair for curve in curves for _, row in _logged(curve) for pair in row.items()):
+            held.setdefault(name, set()).add(x)
+        alike = [
+            ([name for name in held if name.endswith(names) and held[name] == {x}], x, why) for names, x, why in EMPTY
+        ]
+        empty = [f"at every step {' and '.join(names)} = {x:g}, {why}" for names, x, why in alike if names]
+        return "; ".join(empty) or f"no curve holds a number that measures it: {lacking((FIRST,), held)}"
     return str(problems[0]) if problems else "the folder holds no file of a run"
 
 
@@ -367,6 +396,8 @@ def _headline(report: Report, level: str) -> str:
         return f"{mostly}{first.cause.title}{part}{hidden}{more}."
     if report.usable < FEW:
         return f"{report.usable} token{'s' * (report.usable > 1)} can be compared, too few to tell anything by."
+    if report.whole["log_prob_diff_abs_max"] == 0:
+        return "Both lists are equal bit for bit: those of a run that is truly on policy are, and so are copies."
     if level == CALM:
         return "Rollout engine and trainer agree as well as a healthy run."
     if (lost := _lost(report)) and not beyond(report.whole):

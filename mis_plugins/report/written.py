@@ -15,7 +15,7 @@ from mis_plugins.report.verdict import Verdict
 
 FORMAT = 2
 OF_PROPOSAL = ("name", "trusted", "why", "yaml", "flags")
-OF_REPORT = ("whole", "sequences", "absent", "places", "worst_tokens", "worst_sequences")
+OF_REPORT = ("whole", "sequences", "places", "worst_tokens", "worst_sequences")
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def _of_report(report: Report) -> dict[str, Any]:
     words = ("cause", "title", "fix")
     return {
         **{name: getattr(report, name) for name in OF_REPORT},
+        "absent": {side: dict(names) for side, names in report.evidence.absent.items() if names},
         "steps": [{"step": step, **values} for step, values in report.steps.items()],
         "changes": [{**asdict(change), "factor": change.factor} for change in report.changes],
         "causes": [asdict(x) | {name: getattr(x.cause, name) for name in words} for x in report.findings],

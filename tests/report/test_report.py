@@ -300,6 +300,9 @@ def test_products_of_whole_responses_rank_where_they_bear_it() -> None:
     found = surveyed(records, sweep="sequence,tis").outcomes
     assert found["sequence"]["response_cosine"] == pytest.approx(1, abs=0.01)  # its weight is bounded
     assert found["none"]["response_cosine"] < found["tis"]["response_cosine"] < 0.95
+    apart = surveyed([replace(one, step=place) for place, one in enumerate(records)], sweep="tis").outcomes["tis"]
+    assert apart["response_cosine"] == pytest.approx(found["tis"]["response_cosine"])  # a batch has no part in it
+    assert apart["response_cosine_without"] == pytest.approx(found["tis"]["response_cosine_without"])
     assert "response_cosine" not in surveyed(records[:31], sweep="tis").outcomes["tis"]
     far = [replace(one, proximal_log_probs=one.behavior_log_probs * 9) for one in records]
     assert "response_cosine" not in surveyed(far, sweep="tis").outcomes["tis"]

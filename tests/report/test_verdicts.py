@@ -30,7 +30,9 @@ from mis_plugins.explain.rungs import record
 from mis_plugins.report.causes import CAUSES
 from mis_plugins.report.changes import changes, smallest_rise
 from mis_plugins.report.command import run
+from mis_plugins.report.evidence import as_normal
 from mis_plugins.report.lists import Lists
+from mis_plugins.report.places import PLACES
 from mis_plugins.report.proposal import NOTHING, propose
 from mis_plugins.report.readers.files import Curve, Problems
 from mis_plugins.report.readers.paths import find
@@ -121,6 +123,13 @@ def test_another_files_lines_are_told_and_lose_nothing(tmp_path: Path) -> None:
     assert code == 0 and told["verdict"]["level"] == CALM and len(told["problems"]) == 2
 
 
+def test_lists_that_are_equal_bit_for_bit_are_told() -> None:
+    equal = [replace(one, proximal_log_probs=one.behavior_log_probs) for one in BF16]
+    late = verdict(surveyed([*BF16[:96], *equal[96:]]), None)
+    assert verdict(surveyed(equal), None).headline.startswith("Both lists are equal bit for bit")
+    assert late.level == WATCH and "and the steps go on to 7, where both sides are equal" in late.headline
+
+
 def read_as_one(path: Path) -> str:
     """What the verdict tells of files that hold the same steps; an empty text where it tells nothing of any."""
     return reported(path)[1]["verdict"]["parts"].get("Read as one run", "")
@@ -205,6 +214,16 @@ LOGS: dict[str, tuple[Sequence[Mapping[str, Any]], str | None, str, str]] = {
        for name in WHOLE_NAMES},
     # With --use-rollout-logprobs Miles compares the engine's log-probs with themselves.
     "0 by Miles's own name": (rows_of([0.0] * 9, name=WHOLE_NAMES[0]), None, "", ""),
+    "0 by both of Miles's own names": (
+        rows_of([0.0] * 9, name=WHOLE_NAMES[0], train_rollout_logprob_abs_diff=0.0), None, ".*kl and log_p.* = 0", "",
+    ),
+    "all tokens kept": (rows_of([1.0] * 9, name="mis_kept_fraction"), None, ".*kept_fraction = 1, as without", ""),
+    "log-probs that are 0 alone": (
+        rows_of([0.0] * 9, name=OF_HOOKS, train_log_ppl=0.0, rollout_log_ppl=-0.0), None, ".*= 0, as where all", "",
+    ),
+    "a mismatch that falls to 0": (
+        rows_of([*[1e-3] * 9, *[0.0] * 3]), WATCH, ".*was last known at step 8.* to 11, where both sides are", "",
+    ),
     "0 by Miles's own name, beside ours": (
         [row | {WHOLE_NAMES[0]: 0.0} for row in rows_of([1e-3] * 9, name=OF_HOOKS)], CALM, "", "kl_k3 is 0.001",
     ),
@@ -1165,6 +1184,44 @@ def test_what_is_told_of_a_run_is_so(rows: Callable[[], list[Record]], names: Se
     assert verdict(made, None).level != CALM and not (names == [] and "evenly" in "".join(verdict(made, None).lines))
 
 
+def noisy(responses: int, tokens: int, steps: int, older: float = 1.0, seed: int = 0) -> list[Record]:
+    """Responses whose mismatch has a size of its own, and is larger by a factor in every second, older one."""
+    noise, rows = torch.Generator().manual_seed(seed), []
+    for place in range(responses):
+        size = 0.04 * math.exp(0.7 * float(torch.randn((), generator=noise))) * (older if place % 2 else 1)
+        mu = -2 * torch.rand(tokens, generator=noise) - 0.01
+        pi = mu + size * torch.randn(tokens, generator=noise) - size**2 / 2
+        versions, mask = torch.full((tokens,), 3 - place % 2), torch.ones(tokens, dtype=torch.bool)
+        rows.append(Record(place * steps // responses, "", mu, pi, mask, versions=versions, trainer_version=3))
+    return rows
+
+
+OF_ONE_AGE = [(3, 5000, 1, 1.0, 4), *((8, 2000, 4, 1.0, seed) for seed in (5, 8, 10))]  # that look old, or like a rise
+
+
+@pytest.mark.parametrize("case", [*OF_ONE_AGE, (40, 100, 4, 4.0, 0), (160, 100, 4, 2.0, 1)])
+def test_old_responses_are_told_and_a_noise_of_each_one_is_not(case: tuple[int, int, int, float, int]) -> None:
+    assert [one.name for one in surveyed(noisy(*case)).findings][:1] == ["stale-weights"] * (case[3] > 1)
+
+
+def test_an_error_over_responses_is_that_of_plain_loops() -> None:
+    rows, survey = noisy(12, 50, 3, 2.0), Survey.of(CorrectionConfig(), [])
+    survey.add_all(rows)
+    sizes = [float((one.proximal_log_probs - one.behavior_log_probs).abs().mean()) for one in rows]
+    fresh, old = torch.tensor(sizes[::2]).double(), torch.tensor(sizes[1::2]).double()
+    t = float((old.mean() / fresh.mean()).log() / sum(x.var() / x.mean() ** 2 / 6 for x in (old, fresh)) ** 0.5)
+    beyond = torch.arange(len(PLACES["age"].labels)) > 0
+    assert survey.tables.errors("age", beyond, ~beyond) == pytest.approx(as_normal(t, 5), rel=1e-4)
+
+
+def test_contexts_that_later_steps_repeat_are_no_sign_of_weights() -> None:
+    noise = torch.Generator().manual_seed(1)
+    rows = [replace(one, tokens=(300 * torch.rand(one.size, generator=noise) ** 2).long()) for one in BF16[:16]]
+    again = changed(rows * 8, PROXIMAL, lambda x: (x + 1e-3 * torch.randn(len(x), generator=noise)).clamp(max=-1e-7))
+    made = surveyed([replace(one, step=place // 16) for place, one in enumerate(again)])
+    assert "differing-weights" not in [one.name for one in made.findings]
+
+
 def test_a_cause_in_a_part_of_the_responses_tells_in_which() -> None:
     first, *_ = surveyed(in_part(MADE, TEMPERED_MADE)).findings
     where, _, evidence = first.evidence.partition(", which have ")
@@ -1196,7 +1253,7 @@ def test_responses_that_the_engine_is_certain_of_belong_to_no_other_tokens() -> 
 def test_a_turn_of_several_is_of_other_tokens_at_half_the_correlation_alone(turns: int) -> None:
     x, noise = (-torch.rand(40, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
     lists = Lists()
-    lists.add(x, 0.4 * x + 0.6 * noise, torch.zeros(40).long(), torch.arange(40) * turns // 40, 1)
+    lists.add(torch.stack([x, 0.4 * x + 0.6 * noise]), torch.zeros(40).long(), torch.arange(40) * turns // 40, 1)
     assert lists.broken(0.003).tolist() == [turns == 1]
 
 

@@ -124,11 +124,7 @@ def _badness(limits: Limits, value: float) -> int:
 
 
 def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:
-    """The numbers of a row by their names in the file; none without a step.
-
-    Raises:
-        RecordError: the step is no whole number.
-    """
+    """The numbers of a row by their names in the file; none without a step."""
     given = [*(_count(mapping[name]) for name in STEPS_OF_HOSTS if name in mapping), *([] if step is None else [step])]
     logged = mapping.get("data")  # verl's file of a run, whose writer has null for NaN
     if isinstance(logged, Mapping) and mapping.keys() <= {*STEPS_OF_HOSTS, "data"}:
@@ -285,12 +281,7 @@ READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
 
 
 def fields(message: bytes) -> Iterator[Field]:
-    """Number and content of each field: an int of a varint, the bytes of everything else.
-
-    Raises:
-        ValueError: the message is cut or no protobuf.
-        RecordError: the message has more fields than the budget.
-    """
+    """Number and content of each field: an int of a varint, the bytes of everything else."""
     stream, count = BytesIO(message), 0
     while stream.tell() < len(message):
         count += 1

@@ -29,11 +29,7 @@ SKIPPED = 16  # budgets of one line: how far the end of an overlong line is look
 
 
 def unpacked(file: BinaryIO, path: Path) -> Lines:
-    """The lines within a file that gzip or zstd packed, by its first bytes; the file itself where nothing is packed.
-
-    Raises:
-        RecordError: zstd is asked for, and pyarrow is not installed.
-    """
+    """The lines within a file that gzip or zstd packed, by its first bytes; the file itself where nothing is packed."""
     start = file.read(4)
     file.seek(0)
     if start[:3] == GZIP:
@@ -45,11 +41,7 @@ def unpacked(file: BinaryIO, path: Path) -> Lines:
 
 
 def library(name: str, path: Path, lacking: str) -> Any:
-    """Import a library of the extra `report`, which one kind of file needs.
-
-    Raises:
-        RecordError: the library is not installed; the message says what is `lacking` then, and what to install.
-    """
+    """Import a library of the extra `report`, which one kind of file needs."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -57,12 +49,7 @@ def library(name: str, path: Path, lacking: str) -> Any:
 
 
 def parsed(text: bytes, path: Path) -> Any:
-    """What a line of JSON holds.
-
-    Raises:
-        RecordError: the line is beyond a budget, or a name stands twice in one object.
-        ValueError: the line is no JSON.
-    """
+    """What a line of JSON holds."""
     LINE.check(len(text), len(text), path)
     ITEMS.check(sum(map(text.count, (b",", b"[", b"{"))), len(text), path)
     return json.loads(text.decode("utf-8-sig", "surrogatepass"), object_pairs_hook=once)
@@ -71,8 +58,7 @@ def parsed(text: bytes, path: Path) -> Any:
 def objects(path: Path, problems: "Problems", head: bool = False) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Place and object of each line of a file; a line without an object is told and left out.
 
-    Args:
-        head: stop after the first lines, by which a file is known.
+    `head` stops after the first lines, by which a file is known.
     """
     with Opened(path).file as packed, unpacked(packed, path) as file:
         size, inflated = size_of(path), 0
@@ -177,12 +163,7 @@ class Problems:
             self.kept.append(problem)
 
     def read(self, function: Callable[[], T], file: object, place: object = "", torn: bool = False) -> T | None:
-        """What `function` reads of one file or one record; None where it fails, which is told.
-
-        Args:
-            place: the line, row, sample or step within the file.
-            torn: whether the file counts as not read to its end where `function` fails.
-        """
+        """What `function` reads of one file or one record; None where it fails, which is told as by `add`."""
         try:
             return function()
         except BaseException as error:

@@ -77,14 +77,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def record(sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra, columns: Iterable[Any] = ()) -> Record:
-    """A record of one response from the columns of a host.
-
-    Args:
-        columns: names of the columns in the host's file.
-
-    Raises:
-        RecordError: columns are missing or do not fit together.
-    """
+    """A record of one response from the columns of a host, whose file has more `columns` by name."""
     sample = {name: tensor_of(value) for name, value in sample.items() if name in READ}
     beside = _told(extra, index, sample)
     values = {name: sample.get(theirs) for name, theirs in NAMES.items()}

@@ -40,11 +40,7 @@ class Held:
     place: int
 
     def column(self, name: str) -> Any:
-        """The sample's entry of a column; None where the rank has no such column.
-
-        Raises:
-            RecordError: the column of a token's numbers ends before the sample.
-        """
+        """The sample's entry of a column; None where the rank has no such column."""
         column = self.rank["rollout_data"].get(name)
         if not isinstance(column, list | tuple | Tensor):
             return None

@@ -24,11 +24,7 @@ def jsonl(path: Path, problems: Problems) -> Iterator[Record]:
 
 
 def parquet(path: Path, problems: Problems) -> Iterator[Record]:
-    """Records of a parquet file, one a row, a few rows at a time; a group of rows that is broken is told.
-
-    Raises:
-        RecordError: pyarrow is not installed, or the file is beyond a budget.
-    """
+    """Records of a parquet file, one a row, a few rows at a time; a group of rows that is broken is told."""
     parquet_files = library("pyarrow.parquet", path, "parquet needs pyarrow, which is not installed")
     with Opened(path).file as content:
         size = size_of(path)
@@ -75,11 +71,7 @@ def _group(file: Any, group: int, columns: list[str], path: Path, size: int, pro
 
 
 def _values(row: Any, path: Path) -> Mapping[str, Any]:
-    """The values of one row by column.
-
-    Raises:
-        RecordError: the row is beyond a budget.
-    """
+    """The values of one row by column."""
     LINE.check(row.nbytes, row.nbytes, path)
     ITEMS.check(sum(map(_count, row.columns)), row.nbytes, path)
     return row.to_pylist()[0]
