@@ -24,7 +24,7 @@ USES = """$A ${A} ${A:-b} ${A-b} ${A:+b} ${A:=b} ${A%.yaml} ${A#*/} ${A##*/} ${A
      ${X[@]/a/b}
     ${X[@]:-b} ${1:-b} ${A:-$B} ${A:-"$B"} ${@:2} ${A//\\//_} ${X[@]%.yaml} ${A:-$@} ${A:-$#} ${A:-~/b}
     ${A:-'$B'} ${A:-"${X[@]}"} ${A-"$@"} ${A:-b"$B"} ${A:+"$A"} ${A:-b\\$B} ${A:="$B"} ${X[@]+"${X[@]}"} ${1+"$@"}
-    ${A:+-v} ${A#*=} ${A:-["a"]} ${1:-} ${X[@]:-}""".split()
+    ${A:+-v} ${A#*=} ${A:-["a"]} ${1:-} ${X[@]:-} ${*:-b} ${*:+b}""".split()
 CONDITIONS = """[ "$A" = a ]|[[ $A == b ]]|[[ $A == a* ]]|[[ -n $A ]]|[ -z "$A" ]|[[ ! $A != b ]]|true|false|
     [[ $A == a && -n $B ]]|
     [ "${A:-a}" = a ]|[[ ${#A} -gt 2 ]]|(( ${#A} > 2 ))|[[ $A =~ ^a ]]|test "$A" != b|! [ -n "$A" ]|
@@ -36,7 +36,9 @@ SIMPLE = """A=W|A=W|export A=W|A+=W|X=(W W)|X+=(W)|X[1]=W|unset A|unset 'X[0]'|s
     read -r A <<< "P P"|read -ra X <<< "P P"|A=$(cat <<E\nP $B\nE\n)|shift|echo W \\| read -r A|declare A=W|
     printf -v A '%s' P|
     X=("${X[@]}" W)|unset X|X=()|A=|mapfile -t X <<< P|[ -n "$A" ] && A=W|A=$B|A=$(echo W)|A=`echo W`|A="$A W"|
-    X=($A)|
+    X=($A)|readonly A|readonly A=W|declare -i A|declare -i A=2|declare -i A; read A <<< P|
+    declare -i A; export A=W|declare -i A; for A in W 1+1; do :; done|readonly A; for A in W; do :; done|
+    readonly A; read A <<< P|A=W >/dev/null|time A=W|mapfile X <<< P|mapfile -d , -t X <<< a,b|trap 'A=W' ERR; false|
     A=(W)|declare -a X=(W W)|set -- "$@" W|A=${X[*]}|IFS=, A=W|eval "A=$B"|B=A|A=$'P\\tx'|export B|X=([1]=W)|
     X+=W|A="${A} P"|h() { A=W; }; A=P h|h() { B=$A; export A; }; A=W h|declare -g A=W|declare A; A=W|
     declare -x A=W|export -n A|set -a|set +a|h() { A=W; }; h & wait|

@@ -76,6 +76,46 @@ def test_a_sum_for_an_integer_is_not_known(sets: str) -> None:
     assert not words(f"declare -i A\n{sets}\npython3 train.py $A")[0].is_known
 
 
+AROUND = """import copy, dataclasses, functools, helper, json, os, random
+@dataclasses.dataclass
+class C:
+    t: str = 't'
+    def u(self): self.t = 'u'
+def g(): X.append('g')
+X, Y, o = ['a'], ['b'], C()
+D, Z = {{'k': Y}}, [X, Y]
+{}
+U.execute_train(' '.join(X) + ' ' + ' '.join(Y) + ' ' + o.t)"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["random.shuffle(X)", "helper.f(args=X)", "W = X; helper.f(W)", "helper.f(Z[0])", "helper.f([X])", "helper.f(**D)",
+     "helper.f(o)", "vars(o)['t'] = 'n'", "object.__setattr__(o, 't', 'n')", "o.__dict__['t'] = 'n'", "helper.o.x = X",
+     "functools.partial(X.append, 'n')()", "add = X.append; add('n')", "getattr(X, 'append')('n')", "helper.f(o.u)",
+     "list.append(X, 'n')", "C.u(o)", "Z[N].append('n')", "Z[:1][0].append('n')", "D[N].append('n')",
+     "list(Z)[0].append('n')", "dict(a=X)['a'].append('n')", "copy.copy(Z)[0].append('n')", "(N and X).append('n')",
+     "W = {}; W[N] = X; W['a'].append('n')", "W = {N: X}; W[0].append('n')", "(Z * 2)[0].append('n')",
+     "a, *b = Z; b[0].append('n')", "for w in D.values(): w.append('n')", "for n, w in enumerate(Z): w.append('n')",
+     "[w.append('n') for w in Z if w]", "{w: X.append('n') for w in 'ab'}", "assert X.append('n') is None",
+     "match Z:\n  case [w, *_]: w.append('n')", "g(); helper.f(g)", "{1: g}[N]()", "(lambda a=1: X.append('n'))()",
+     "list(map(X.append, 'nm'))", "list(map(lambda w: w.append('n'), Z))", "from helper import len; len(X)",
+     "import helper as os; os.f(X)", "print = helper.f; print(X)", "1 < 2 < (X.append(1) or 3)",
+     "class K(C):\n  def u(self): super().u()\no = K(); o.u()", "class K:\n  L = X\nK.L.append('n')",
+     "def mk():\n  L = ['p']\n  def add(): L.append('n')\n  def get(): return L\n  return [add, get]\n"
+     "b, c = mk(); b(); Y = c()", "class K:\n  p = property()\n  @p.setter\n  def p(self, v): X.append(v)\nK().p = X"],
+)  # fmt: skip
+def test_what_a_function_may_change_out_of_sight_is_not_known(line: str) -> None:
+    found = words(AROUND.format(line))
+    assert [word.text for word in found] != ["a", "b", "t"] or any(word.branch for word in found)
+
+
+def test_a_function_that_leaves_alone_what_it_is_given_is_known_to() -> None:
+    lines = "print(X); len(X); sorted(X); json.dumps(D); os.path.join('a', *X); D['j'] = X; D.get('k'); str(Y); repr(o)"
+    behind = "D['k'].append(D['j'][0] + getattr(o, 't')); o.f = g; o.f()"
+    assert texts(AROUND.format(f"{lines}\n{behind}")) == ["a", "g", "b", "at", "t"]
+
+
 CASES = {
     "nothing of ours": (FLAT, shell(), ()),
     "the host's example": (
@@ -86,6 +126,7 @@ CASES = {
     ),
     "neither flag": (WATCHES, shell("", UNSWITCHED), ()),
     "a launcher with nothing": (FLAT, PYTHON, ()),
+    "a launcher with a BOM": (FLAT, f"\ufeff{PYTHON}", ()),
     "a launcher with its own config": (FLAT, PYTHON, ("--enable-mis",)),
 }  # fmt: skip
 
@@ -94,7 +135,7 @@ CASES = {
 def test_the_changed_script_starts_a_job_that_corrects(case: str, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     config, script, given = CASES[case]
-    name = "run.py" if script is PYTHON else "run.sh"
+    name = "run.py" if "import" in script else "run.sh"
     (tmp_path / "mis.yaml").write_text(config)
     code, told = check(capsys, tmp_path, name, script, *(("--", *given) if given else ()))
     assert code == 1
@@ -178,6 +219,11 @@ TOLD = [
     (MIS, f"readonly A=1\nA=2\npython3 train.py $A {FULL}", (), 0, "line 2: A=2: bash refuses it, since A is readonly"),
     (MIS, f"readonly A=1\nread A <<< 2\npython3 train.py $A {FULL}", (), 0, "read A <<< 2: bash refuses it, since"),
     (MIS, f"readonly A=1\nfor A in 2; do :; done\npython3 train.py $A {FULL}", (), 0, "bash refuses it, since A is"),
+    *((MIS, f"{line}\npython3 train.py {FULL}", (), 0, f"not read: line 1: {line}: {why}") for line, why in (
+        ("trap 'A=2' ERR", "it runs between commands"), ("trap 'echo no' DEBUG", "it runs between commands"),
+        ("time A=2", "the parser of bash loses what it sets"), ("local A=2", "bash refuses it outside of a function"),
+    )),
+    (MIS, f"readonly A\n: ${{A:=b}}\npython3 train.py {FULL}", (), 0, "bash refuses it, since A is readonly"),
     (MIS, f"export A=1\nf() {{ python3 train.py --x; }}\npython3 train.py {FULL}", (), 0, "is read here calls it"),
     (MIS, f"import os\nlambda a=1: os.system('python3 train.py')\nos.system('python3 train.py {FULL}')", (), 0,
      "lambda: may start train.py too, and nothing that is read here calls it"),
@@ -271,8 +317,8 @@ TOLD = [
         "C = ['python3', 'train.py', 1]\nsubprocess.run(C[:2] + D)", "add_argument('--file', default='train.py')",
         "def f(*a): subprocess.run(['python3', 'train.py', *a])\nf(*more())",
         "class A:\n  def f(self): os.system('python3 train.py')\nThread(target=A().f).start()",
-        "def f(): os.system('python3 train.py')\n{1: f}[N]()",
     )),
+    (MIS, f"{START}def f(): os.system('python3 train.py')\n{{1: f}}[N]()", (), 1, "holds: something calls f"),
     (MIS, f"{START}def f(a='--b'): os.system(f'python3 train.py {{a}}')\nThread(target=f, args=A)", (), 1,
      "only if this holds: Thread(target=f, args=A)"),
     (MIS, f"import os\nos.path.exists('train.py')\nopen('train.py')\n{START}", (), 0, NONE),
@@ -495,6 +541,18 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
             ("declare -u", "a", "=b", HOLE), ("declare -ia", "(1+1)", "+=(2)", HOLE), ("local", "1+1", "+=4", "1+14"),
         )),
         ("declare -l A\nunset A\nA=B\npython train.py $A", ["B"]),
+        *((f"{line}\npython train.py \"$A\"", [HOLE]) for line in (
+            "mapfile A <<< p", "mapfile -d , -t A <<< p,q", "read -d, A <<< p,q", "OPTARG=p; getopts a: A; A=$OPTARG",
+            "REPLY=p; read <<< q; A=$REPLY", "A=(p); : ${A[1]:=q}; A=${A[*]}", "f() { local A+=q; B=$A; }; A=; f; A=$B",
+            "declare -A M; M[k]=v; declare -a M=(p q); A=${M[1]}", "echo A=$X > /none/a.sh; source /none/a.sh",
+        )),
+        ("A=1 > log\nB=2 2> log\n> log C=3 D=4 python train.py $A$B$C", ["12" + HOLE]),
+        ("A=a\nlocal A=b\npython train.py $A", ["a"]),
+        ("X=('' b)\n: ${X:=c}\npython train.py \"${X[@]}\"", ["c", "b"]),
+        ("X=(a b)\nf() { local X=q; python train.py ${X[@]}; }\nf", ["q"]),
+        ("echo A=p > /nowhere/env.sh\nsource /nowhere/env.sh\npython train.py $A", ["p"]),
+        ("bash --rcfile /nowhere/rc -c 'python train.py --a'", ["--a"]),
+        ("\ufeffimport os; os.system('python train.py --a')", ["--a"]),
         ("f() { A=$(cat <<E\n--a $1$x \\$1 $#\nE\n); }\nf 3\npython train.py $A", ["--a", f"3{HOLE}", "$1", HOLE]),
         ("set -euo pipefail\npython train.py \"$@\"\n", ["--seed", "7"]),
         ("set -ex -- a b\nset c d\npython train.py \"$@\" $10", ["c", "d", HOLE]),

@@ -8,7 +8,7 @@ from pathlib import Path
 from mis_plugins.config.loading import file_of, watching
 from mis_plugins.errors import UserError
 from mis_plugins.explain.launch.bash.grammar import Node, one_line, parts_of, says, set_within
-from mis_plugins.explain.launch.bash.texts import EXPORTED, Texts, Value, depends, is_braced, is_one, literals_of, maybe
+from mis_plugins.explain.launch.bash.texts import EXPORTED, Texts, Value, is_braced, is_one, literals_of, maybe
 from mis_plugins.explain.launch.reader import from_start
 from mis_plugins.explain.launch.words import Piece, Text, fields, hole, known, literal, shown, spaced, word_of
 
@@ -150,40 +150,20 @@ class Builtins(Texts):
             self.replaced |= literals_of(before)
         self._store(node, name, made)
 
-    def _store(self, node: Node, name: str, value: Value) -> None:
-        """Give a variable its value, as its attributes have it; a text for an array becomes the array's first item.
-
-        Of an array with another item set, as `NAME[1]` sets one, no item is known.
-        """
-        name, item, _ = name.partition("[")
-        value = [maybe(says(node), self.lines(node))] if item else value
-        if f"-n {name}" in self.variables:
-            self.unread(node, "which variable it sets is not known")
-        if f"-r {name}" in self.variables:
-            return self.unread(node, f"bash refuses it, since {name} is readonly")
-        before, is_computed = self.variables.get(name), f"-i {name}" in self.variables
-        if isinstance(value, list):
-            value = [self.unknown(node)] if is_computed else value
-        elif is_computed and not re.fullmatch(r"0|[1-9]\d*", known(value) or ""):
-            value = self.unknown(node)
-        if isinstance(before, list) and not isinstance(value, list):
-            may_be_none = before and depends(before[0])
-            value = [value, *([maybe(says(node), self.lines(node))] if may_be_none else before[1:])]
-        self.variables[name] = value
-        if "-a" in self.variables:
-            self.variables.setdefault(f"-x {name}", self.variables["-a"])
-
     def _declare(self, node: Node) -> None:
         """`export`, `local` and the like; within a function most of them make a variable of its own."""
         kind, *parts = map(says, node.children)
         flags = "".join(part for part in parts if part[:1] in ("-", "+"))
+        if kind == "local" and self.locals is None:
+            return self.unread(node, "bash refuses it outside of a function")
         for child in node.named_children:
             is_plain = child.type in ("variable_assignment", "variable_name")
             words = self.words(child) if not is_plain and says(child)[:1] not in ("-", "+") else []
             for name, value in [(re.split(r"[+=\[]", says(child))[0], ())] if is_plain else map(pair, words):
                 marks = [f"-{flag} {name}" for flag in "xnri"]
                 mark, is_own = marks[0], kind in OF_FUNCTION and not set(flags) & set("gpf")
-                if self.locals is not None and is_own and name not in self.locals:
+                is_new = self.locals is not None and is_own and name not in self.locals
+                if is_new and self.locals is not None:
                     self.locals |= {key: self.variables.get(key) for key in (name, *marks)}
                     if child.type == "variable_name":
                         self.variables.pop(name, None)
@@ -191,12 +171,17 @@ class Builtins(Texts):
                     self.variables.pop(mark, None)
                 elif kind == "export" or "x" in flags:
                     self.variables[mark] = EXPORTED
-                if kind in OF_FUNCTION and set(flags) & set("ilnu"):
+                if kind in OF_FUNCTION and set(flags) & set("ilnuA"):
                     self.variables |= {f"-i {name}": EXPORTED, name: hole(says(child), self.lines(node))}
                 if is_plain:
                     self.run(child)
                 elif name:
                     self._store(node, name, value)
+                made = self.variables.get(name)
+                if is_new and "+=" in says(child):
+                    self.variables[name] = hole(says(child))
+                elif is_new and isinstance(made, list) and "=(" not in says(child):
+                    self.variables[name] = made[0]
                 if not name or kind in OF_FUNCTION and "n" in flags:
                     self.unread(node, "which variables it sets is not known")
                     self.variables |= {f"-n {name}": EXPORTED}
@@ -224,26 +209,29 @@ class Builtins(Texts):
 
     def _fill(self, node: Node, words: list[Text]) -> None:
         """Variables whose values come from outside, but for a herestring and a heredoc."""
-        here = next((child for child in node.children if child.type == "herestring_redirect"), None)
+        first, here = says(node.children[0]), next(parts_of(node, "herestring_redirect"), None)
         beside = node.parent if node.parent and node.parent.type == "redirected_statement" else node
         body = next(parts_of(beside, "heredoc_body"), None)
         ends = [place for place, word in enumerate(words) if known(word) == "" and shown(words[place - 1])[-1:] == "d"]
         words = [word for place, word in enumerate(words) if place not in ends]  # `-d ''` reads more than a line
         names = [shown(word).partition("=")[0].rstrip("+-*/% ") for word in words if shown(word)[:1] != "-"]
-        is_whole = len(names) == 1 and node.children[0].type == "command_name"
+        are_lines = first in ("mapfile", "readarray")
+        flags = " ".join(shown(word) for word in words if shown(word)[:1] == "-")
+        is_plain = re.fullmatch("-t" if are_lines else "(-[aersd]+ ?)*" if ends else "(-[aers]+ ?)*", flags) is not None
+        is_whole = len(names) == 1 and node.children[0].type == "command_name" and is_plain
         fed = self.text(here.named_children[0]) if here else self._heredoc(body) if body else ()
         text = fed if is_whole and fed else self.unknown(node)
         if ends and text[-1].text is not None:
             text = (*text[:-1], replace(text[-1], text=text[-1].text.rstrip("\n")))
         value, content = text, known(text) or ""
         is_changed = "\\" in content or not ends and (content != content.strip() or "\n" in content)
-        if says(node.children[0]) in ("mapfile", "readarray"):
+        if are_lines:
             value = [text] if known(text) is None else fields(text, "\n")
         elif "IFS" in self.variables or is_changed:
             value = self.unknown(node)  # `read` drops what stands around a line and before a letter
         elif any(shown(word)[:1] == "-" and "a" in shown(word) for word in words):  # read -ra NAME
             value = fields(text)
-        for name in names:
+        for name in names + ["OPTARG", "OPTIND"] * (first == "getopts") or ["MAPFILE" if are_lines else "REPLY"]:
             self._store(node, name, value)
 
     def _set(self, node: Node, words: list[Text]) -> None:

@@ -13,7 +13,7 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.bash.builtins import DECLARES, FILLS, NAMES_TRAIN, PRINTS, Builtins, pair
 from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, Node, one_line, parsed, says
 from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LEFT, PUSHED, Value, as_words, depends
-from mis_plugins.explain.launch.reader import HERE, PACKAGES, SCRIPTS, Ended, Launch, Returned, is_train
+from mis_plugins.explain.launch.reader import HERE, PACKAGES, SCRIPTS, Ended, Launch, Returned, from_start, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, literal, shown, spaced, word_of
 
 BREAKS_LINES = re.compile("\r\n|\\A\ufeff(?!#)")  # letters to bash; a BOM before a comment does no harm
@@ -198,13 +198,13 @@ class Commands(Builtins):
             raise Returned(dict(self.variables))
 
     def _source(self, node: Node, words: list[Text]) -> None:
-        """Read a file that the script sources, where it can be found."""
+        """Read a file that the script sources, as the script writes it, or where it can be found."""
         name_given, folder = (known(word) or "" for word in (words[0] if words else (), self._folder()))
         name = next((path for path in (os.path.join(folder, name_given), name_given) if os.path.isfile(path)), None)
-        if name is None:
-            self.unread(node, "the file is not here")
-            return
-        text = text_of(Path(name))
+        written = self.reading.files.get(from_start(self.working_folder(), shown(spaced(words[:1]))))
+        text = text_of(Path(name)) if written is None and name else known(written or hole(""))
+        if text is None:
+            return self.unread(node, "the file is not here" if written is None else "what it holds is not known")
         self.reading.spend(len(text))
         self._within(words[1:] or self.positional, len(self.texts), lambda: self.run_text(text))
 
@@ -220,9 +220,16 @@ class Commands(Builtins):
             self.functions |= held
 
     def _trap(self, node: Node, words: list[Text]) -> None:
-        if "DEBUG" in [str(known(word)).upper() for word in words[1:]] and known(words[0]) != "-":
-            self.unread(node, "it runs before each command")
+        signals, text = {str(known(word)).upper() for word in words[1:]}, known(spaced(words[:1])) or "="
+        sets = "=" in text or any(name in self.functions for name in text.split())
+        if text != "-" and ("DEBUG" in signals or sets and signals & {"ERR", "RETURN"}):
+            self.unread(node, "it runs between commands")
         self._launch(node, [literal("trap"), *words])
+
+    def _time(self, node: Node, words: list[Text]) -> None:
+        if any(pair(word)[0] or known(word) == "{" for word in words[:1]):
+            self.unread(node, "the parser of bash loses what it sets")
+        self.call(node, words)
 
     def _shopt(self, node: Node, words: list[Text]) -> None:
         """Keep options, as `lastpipe`, and tell of those that change what words mean."""
@@ -276,7 +283,7 @@ OF_BASH = ("source", "eval", "exec", "exit", "return", "trap", "cd", "pushd", "p
 COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {
     **{name: getattr(Commands, f"_{name}") for name in OF_BASH},
     ".": Commands._source,
-    "time": lambda shell, node, words: shell.call(node, words),
+    "time": Commands._time,
     **dict.fromkeys(ENDS_ROUND, Commands._end_round),
     **dict.fromkeys(FILLS, Commands._fill),
     **dict.fromkeys(("command", "builtin"), Commands._past_functions),
@@ -294,7 +301,8 @@ def shell_of(words: Sequence[Text], switch: str) -> tuple[int, int]:
     at = next((i for i, text in enumerate(texts) if text.rpartition("/")[2] in SHELLS), len(texts))
     is_entry = any("--entrypoint" in text for text in texts[: at + 1])  # of Docker, whose image stands behind it
     pairs = enumerate(pairwise(texts[at:]), at + 2)
-    own = takewhile(lambda pair: is_entry or pair[1][1][:1] in ("-", "+", HOLE) or pair[1][0][-1:] in "oO", pairs)
+    ends = ("o", "O", "--rcfile", "--init-file")  # of options that take the next word
+    own = takewhile(lambda pair: is_entry or pair[1][1][:1] in ("-", "+", HOLE) or pair[1][0].endswith(ends), pairs)
     return at, next((i for i, (_, text) in own if re.fullmatch(f"-[A-Za-z]*{switch}", text)), len(texts))
 
 

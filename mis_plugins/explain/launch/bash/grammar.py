@@ -143,14 +143,17 @@ def clauses_of(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
 
 
 def of_lines_before(node: Node) -> list[Node]:
-    """Assignments of the lines before a command, `A=x B=y`, which the parser puts in front of the command."""
+    """Assignments of the lines before a command, `A=x B=y > log`, which the parser puts in front of the command.
+
+    Behind the last such line of a script it makes a command without letters.
+    """
     source, before = node.text or b"", 0
     for count, (first, second) in enumerate(pairwise(node.children), 1):
-        if first.type != "variable_assignment":
+        if first.type not in ("variable_assignment", "file_redirect"):
             break
         between = source[first.end_byte - node.start_byte : second.start_byte - node.start_byte]
-        before = count if b"\n" in between.replace(b"\\\n", b"") else before
-    return node.children[:before]
+        before = count if b"\n" in between.replace(b"\\\n", b"") or not second.text else before
+    return [child for child in node.children[:before] if child.type == "variable_assignment"]
 
 
 def is_cut(node: Node) -> bool:

@@ -140,7 +140,8 @@ class Texts(Reader):
     def settle(self, node: Node) -> None:
         """Forget the variables that a statement sets in the midst of its words, less those whose default was read."""
         for name, place in set_within(node):
-            if place.type != "expansion" or (self.source, place.id) not in self.ran:
+            is_item = place.type != "expansion" or "[" in says(place).partition("=")[0]
+            if is_item or (self.source, place.id) not in self.ran:
                 self.variables[name] = self.unknown(place)
 
     def either(self, first: Any, second: Any, branch: str) -> Any:
@@ -366,8 +367,31 @@ class Texts(Reader):
             return text if _is_sure(value) else self.unknown(node)
         self.reading.assume_unset(name)
         if operator.endswith("="):
-            self.variables[name] = text
+            self._store(node, says(node.named_children[0]), text)
         return text
+
+    def _store(self, node: Node, name: str, value: Value) -> None:
+        """Give a variable its value, as its attributes have it; a text for an array becomes the array's first item.
+
+        Of an array with another item set, as `NAME[1]` sets one, no item is known.
+        """
+        name, item, _ = name.partition("[")
+        value = [maybe(says(node), self.lines(node))] if item else value
+        if f"-n {name}" in self.variables:
+            self.unread(node, "which variable it sets is not known")
+        if f"-r {name}" in self.variables:
+            return self.unread(node, f"bash refuses it, since {name} is readonly")
+        before, is_computed = self.variables.get(name), f"-i {name}" in self.variables
+        if isinstance(value, list):
+            value = [self.unknown(node)] if is_computed else value
+        elif is_computed and not re.fullmatch(r"0|[1-9]\d*", known(value) or ""):
+            value = self.unknown(node)
+        if isinstance(before, list) and not isinstance(value, list):
+            is_sure = not before or is_one(before[0])
+            value = [value, *(before[1:] if is_sure else [maybe(says(node), self.lines(node))])]
+        self.variables[name] = value
+        if "-a" in self.variables:
+            self.variables.setdefault(f"-x {name}", self.variables["-a"])
 
     def _item(self, node: Node, name: str) -> Text:
         """`${NAME[2]}`; not known where an item before it may be none or several."""

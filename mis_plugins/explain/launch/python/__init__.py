@@ -18,11 +18,11 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
     try:
         launcher = Launcher(script, path, reading, arguments)
         with warnings.catch_warnings(action="ignore"):  # Python's advice on the style of somebody's launcher
-            tree = ast.parse(script)
+            tree = ast.parse(script.removeprefix("\ufeff"))
             compile(tree, "", "exec")  # refuses a `break` outside of a loop, which the tree alone allows
         for node in ast.walk(tree):  # `async` statements are read as if nothing ran beside them
-            if isinstance(node, ast.AsyncFunctionDef | ast.AsyncFor | ast.AsyncWith):
-                node.__class__ = getattr(ast, type(node).__name__.removeprefix("Async"))
+            if isinstance(node, ast.AsyncFunctionDef | ast.AsyncFor | ast.AsyncWith | ast.TryStar):
+                node.__class__ = getattr(ast, type(node).__name__.removeprefix("Async").removesuffix("Star"))
         launcher.run_everything(tree)
     except SyntaxError as error:
         raise ConfigError(f"line {error.lineno}: no Python ({error.msg})") from None

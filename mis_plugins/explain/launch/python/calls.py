@@ -6,7 +6,7 @@ import os.path
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import reduce
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -15,7 +15,7 @@ from mis_plugins.explain.launch import bash, words
 from mis_plugins.explain.launch.bash.builtins import NAMES_TRAIN
 from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, shell_of
 from mis_plugins.explain.launch.python.functions import Functions, decorators
-from mis_plugins.explain.launch.python.values import Record, as_text, key_of, lines_of, name_of, says
+from mis_plugins.explain.launch.python.values import GIVE_PARTS, TELLS, Record, as_text, key_of, lines_of, name_of, says
 from mis_plugins.explain.launch.reader import Ended, Launch, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, fields, hole, known, literal, shown, with_holes
 
@@ -25,11 +25,10 @@ PLAINLY = {"strip": str.strip, "lower": str.lower}
 WRITES = ("write", "writelines", "write_text", "write_bytes")
 MOVES = ("copy", "copy2", "copyfile", "move", "rename", "replace")  # what makes the file of its second argument
 RUNS_IN_SHELL = re.compile(r"(os|subprocess)\.\w+|(\w+\.)?exec_command")  # functions, the last one Miles's
-TELLS = ("print", "debug", "info", "warning")  # functions that show a command, and start nothing
 RUNS_A_FILE = ("run_path", "run_module")  # runpy's functions, in the launcher's own process
 NAMES = ("str", "Path")  # functions that return the name of a file
 OF_FILES = (*NAMES, *MOVES, "open", "join", "exists", "isfile", "abspath", "realpath", "dirname", "basename")
-SET_ANY_NAME = ("exec", "globals", "locals")
+SET_ANY_NAME = ("exec", "eval", "globals", "locals")
 PURE = ("get", "items", "keys", "values", "copy", "index", "count")  # methods that change no list and no dict
 
 
@@ -38,21 +37,37 @@ class Calls(Functions):
 
     def visit_Call(self, node: ast.Call) -> Any:
         given, named, is_sure = self.arguments(node)
-        name, target = name_of(node.func), None
+        name, target, is_kept = name_of(node.func), None, False
         if isinstance(node.func, ast.Attribute):
             owner = self.visit(node.func.value)
-            if isinstance(owner, Record):
-                target = self.method(owner, name)
+            added = given[:1] if name == "append" else next(iter(given), None) if name == "extend" else None
+            if isinstance(owner, Record) and name in owner.fields:
+                target = owner.fields[name]
+            elif isinstance(owner, Record):
+                target = self.method(owner.node, name)
                 given = given if target and "staticmethod" in decorators(target) else [owner, *given]
-            elif isinstance(owner, list) and name in ("append", "extend") and given:
-                added = given[:1] if name == "append" else given[0]
-                self.changed(owner, owner + added if isinstance(added, list) else self.unknown(node))
-            elif self.is_shared(owner) and name not in PURE:
-                self.changed(owner, self.unknown(node))
+            elif isinstance(owner, ast.ClassDef):
+                target = self.method(owner, name)
+                given = [owner, *given] if target and "classmethod" in decorators(target) else given
+            elif isinstance(owner, list) and isinstance(added, list):
+                is_kept = True
+                self.changed(owner, owner + added)
+            elif isinstance(owner, dict) and name == "get" and given and (key := key_of(given[0])) is not None:
+                return owner[key] if key in owner else given[1] if len(given) > 1 else None
+            elif name in PURE:
+                self.lose(*self.parts(owner))
+            elif self.is_shared(owner) or isinstance(owner, ast.FunctionDef):
+                self.lose(owner)
             elif isinstance(owner, tuple) and (value := self.of_text(owner, name, given, named)) is not None:
                 return value
+            else:
+                is_kept = isinstance(owner, tuple) and any(piece.text for piece in owner)  # a method of a text
+            if name_of(node.func.value) == "super" and self.locals:
+                self.lose(next(iter(self.locals.values())))
         else:
             target = self.visit(node.func)
+            self.lose(*[target][: self.is_shared(target)])
+            is_kept = name in ("getattr", "setattr") and len(given) > 1 and isinstance(given[0], Record)
             pieces = target if isinstance(target, tuple) else ()
             meant = [piece.source.rpartition(".")[2] for piece in pieces if piece.text is None]
             name = next((meaning for meaning in meant if meaning.startswith(STARTS) and meaning.isidentifier()), name)
@@ -63,7 +78,22 @@ class Calls(Functions):
             return self.instance(target, given, dict.fromkeys(fields[len(given) :], self.unknown(node)) | named)
         if name.startswith(STARTS) and not is_sure:
             named = {"train_args": self.unknown(node)} | named
+        if not is_kept and not name.startswith(STARTS):
+            with self.now(handing=says(node)):
+                self.hand(node, given, named)
         return self.foreign(node, name, given, named)
+
+    def hand(self, node: ast.Call, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Lose what an imported function may change, and what it may give back as a part of a value."""
+        function, name = self.dotted(node.func), name_of(node.func)
+        if function == "functools.partial" and given and isinstance(given[0], ast.FunctionDef):
+            return self.may_run(given[0], given[1:], **named)
+        for value in (*given, *named.values()):
+            is_function = isinstance(value, ast.FunctionDef)
+            if not self.leaves(node) or is_function and name not in TELLS:
+                self.lose(*(() if is_function and name == "run" else [value]))  # `typer.run` reads a command line
+            elif GIVE_PARTS.fullmatch(function):
+                self.lose(*self.parts(value), *named.values())
 
     def arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any], bool]:
         """What a call gives by place and by name, and whether that is all: `*` and `**` may give more."""
@@ -88,11 +118,6 @@ class Calls(Functions):
         if name in RUNS_A_FILE and given:
             given = [(*as_text(given[0]), Piece(" "), *hole("sys.argv")), *given[1:]]
         for value in (*given, *named.values()):
-            if isinstance(value, ast.FunctionDef):
-                if name not in (*TELLS, "run") and value.args not in self.called:  # `typer.run` reads a command line
-                    call = partial(self.call, value, [], {}, is_sure=False)  # with any arguments, or not at all
-                    self.fork(says(node), call, lambda: None)
-                continue
             if name not in TELLS:
                 with self.now(folder=folder):
                     self.shell(node, value)
@@ -124,12 +149,12 @@ class Calls(Functions):
             content = known(text)
             whole = None if content is None else base64.b64encode(content.encode()).decode()
             return (Piece(INLINE, lines=lines_of(node)), Piece(whole, says(node), lines_of(node)))
-        if name == "setattr" and not isinstance(first, Record):
-            self.changed(first, self.unknown(node))
-        elif name == "setattr" and len(given) == 3:
+        if name in ("getattr", "setattr") and isinstance(first, Record) and len(given) > 1:
             key = key_of(given[1])
-            names, value = ([key], given[2]) if key else ([*first.fields], self.unknown(node))
-            first.fields |= dict.fromkeys(names, value)
+            if name == "getattr" and key in first.fields:
+                return first.fields[key]
+            self.lose(*([] if name == "setattr" and key else given))
+            first.fields |= {key: given[2]} if name == "setattr" and key and len(given) > 2 else {}
         if name == "open":
             return self.opened(text, given[1:], named)
         if name == "join" and owner == "path":

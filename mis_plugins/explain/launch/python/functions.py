@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mis_plugins import errors
@@ -13,8 +14,9 @@ from mis_plugins.explain.launch.words import hole, literal
 BASE_OF_MILES = "ExecuteTrainConfig"
 OF_MILES = {"num_nodes": 1, "cuda_core_dump": False, "extra_env_vars": (), "output_dir": literal("/root/shared_data")}
 """What a launcher has from Miles's own dataclass, by its defaults at 31f1ca9."""
+CHANGES_FIELDS = ("__setattr__", "__getattribute__", "__str__", "__format__")
 NUMBERS = {"int": (int, "a whole number"), "float": (float, "a number")}
-DECORATES = {"dataclass", "command", "callback", "dataclass_cli", "property", "staticmethod", "classmethod", "cache"}
+DECORATES = {"dataclass", "command", "callback", "dataclass_cli", "property", "staticmethod", "classmethod"}
 
 
 class Functions(Values):
@@ -23,6 +25,7 @@ class Functions(Values):
     def define(self, node: ast.FunctionDef) -> None:
         """Defaults have the values that their names have where the function is defined."""
         self.enclosing[node] = [*self.around, *self.frames[1:][-1:]]
+        self.kept += [scope for scope in self.enclosing[node] if not any(scope is kept for kept in self.kept)]
         self.keep_defaults(default for _, default in defaults_of(node))
 
     def keep_defaults(self, defaults: Iterable[ast.expr | None]) -> None:
@@ -31,12 +34,17 @@ class Functions(Values):
     def call(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any], is_sure: bool = True) -> Any:
         """The value of a call, which gives further arguments where it is not sure that those are all."""
         self.called.add(node.args)
-        with self.deeper():
+        with self.deeper(), self.now(running=self.running | {node.args}):
             frames, around = [*self.frames, self.parameters(node, given, named, is_sure)], self.enclosing.get(node, [])
             with self.now(frames=frames, returned=[], outside={}, around=around):
                 value = self.ended_by(self.attempt(lambda: self.block(node.body)))
         yields = any(isinstance(part, ast.Yield | ast.YieldFrom) for part in ast.walk(node))  # and returns no value
-        return value if decorators(node) <= DECORATES and not yields else self.unknown(node)
+        return value if decorators(node) <= DECORATES and not yields else self.unknown(node, value)
+
+    def may_run(self, function: ast.FunctionDef, given: Sequence[Any] = (), **named: Any) -> None:
+        if function.args not in self.running:
+            call = partial(self.call, function, given, named, is_sure=False)  # with more arguments, or not at all
+            self.fork(self.handing or f"something calls {function.name}", call, lambda: None)
 
     def ended_by(self, ended: Ended | None) -> Any:
         """What a function gives back over all ways in which it may end; the names that it sets hold what all leave."""
@@ -81,19 +89,23 @@ class Functions(Values):
             return self.instance(kind, [], self.of_fields or {})
         return hole(parameter.arg, lines_of(parameter))
 
-    def instance(self, node: ast.ClassDef, given: Sequence[Any], named: Mapping[str, Any]) -> Record:
+    def instance(self, node: ast.ClassDef, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """An object of a class; not known where the class has a say in what its fields hold."""
+        methods = [part for kind in self.lineage(node) for part in kind.body if isinstance(part, ast.FunctionDef)]
+        if any("setter" in decorators(method) or method.name in CHANGES_FIELDS for method in methods):
+            return self.unknown(node, *given, *named.values())
         record = Record({}, node)
-        self.records.append(record)
+        self.kept.append(record.fields)
         fields = self.fields(node)
         if BASE_OF_MILES in self.bases(node):
             self.reading.assume_unset("SLURM_JOB_NUM_NODES")
             record.fields |= OF_MILES
         record.fields |= {name: self.default(field.value) for name, field in fields.items()}
-        if made := self.method(record, "__init__"):
+        if made := self.method(node, "__init__"):
             self.call(made, [record, *given], named)
             return record
         record.fields |= dict(zip(fields, given, strict=False)) | dict(named)
-        if after := self.method(record, "__post_init__"):
+        if after := self.method(node, "__post_init__"):
             self.call(after, [record], {})
         return record
 
@@ -118,8 +130,8 @@ class Functions(Values):
         names = {name_of(base) for kind in self.lineage(node) for base in kind.bases}
         return {name for name in names if not isinstance(self.globals.get(name), ast.ClassDef)}
 
-    def method(self, owner: Record, name: str) -> ast.FunctionDef | None:
-        parts = (part for kind in self.lineage(owner.node) for part in reversed(kind.body))
+    def method(self, node: ast.ClassDef, name: str) -> ast.FunctionDef | None:
+        parts = (part for kind in self.lineage(node) for part in reversed(kind.body))
         return next((part for part in parts if isinstance(part, ast.FunctionDef) and part.name == name), None)
 
     def lineage(self, node: ast.ClassDef) -> list[ast.ClassDef]:
@@ -128,14 +140,16 @@ class Functions(Values):
         return [node, *(kind for base in bases if isinstance(base, ast.ClassDef) for kind in self.lineage(base))]
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:
+        """A field, or what a property gives; a method of a list or object may be called where it is not seen."""
         owner = self.visit(node.value)
         if not isinstance(owner, Record):
-            return self.unknown(node)
+            return self.unknown(node, *([owner] if isinstance(owner, list | dict) else self.parts(owner)))
         if node.attr in owner.fields:
             return owner.fields[node.attr]
-        method = self.method(owner, node.attr)
-        is_property = method is not None and "property" in decorators(method)
-        return self.call(method, [owner], {}) if method and is_property else self.unknown(node)
+        method = self.method(owner.node, node.attr)
+        if method and "property" in decorators(method):
+            return self.call(method, [owner], {})
+        return self.unknown(node, *([owner] if method or node.attr.startswith("__") else ()))
 
     def run_commands(self) -> None:
         functions = [value for value in self.globals.values() if isinstance(value, ast.FunctionDef)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from mis_plugins.explain.launch.bash.builtins import NAMES_TRAIN
 from mis_plugins.explain.launch.python.calls import STARTS, Calls
-from mis_plugins.explain.launch.python.values import LOOPS, Raised, Round, equal, name_of, says
+from mis_plugins.explain.launch.python.values import LOOPS, Raised, Record, Round, equal, name_of, names_set, says
 from mis_plugins.explain.launch.reader import PACKAGES, UNCALLED, Clause, Returned, all_of, any_of
 from mis_plugins.explain.launch.words import hole
 
@@ -40,7 +40,8 @@ class Launcher(Calls):
     def visit_Lambda(self, node: ast.Lambda) -> Any:
         """A function without a name; one with defaults is not known, since each round of a loop may give it others."""
         if node.args.defaults or any(node.args.kw_defaults):
-            return self.unknown(node)
+            self.lose_within(node.body)
+            return self.unknown(node, *map(self.visit, filter(None, (*node.args.defaults, *node.args.kw_defaults))))
         function = ast.FunctionDef("lambda", node.args, [ast.copy_location(ast.Return(node.body), node)], [])
         self.define(ast.copy_location(function, node))
         return function
@@ -52,10 +53,14 @@ class Launcher(Calls):
                 self.define(part)
             elif isinstance(part, ast.AnnAssign) and name_of(part.value) != "field":
                 self.keep_defaults([part.value])
+            elif isinstance(part, ast.Assign | ast.Expr):
+                self.lose(self.visit(part.value))
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
+        module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
         for alias in node.names:
-            self.store((alias.asname or alias.name).partition(".")[0], hole(alias.name))
+            name = alias.name if alias.asname or module else alias.name.partition(".")[0]
+            self.store(alias.asname or name, hole(module + name))
 
     visit_ImportFrom = visit_Import
 
@@ -101,6 +106,8 @@ class Launcher(Calls):
         self.forget(case.pattern)
         if isinstance(case.pattern, ast.MatchAs) and case.pattern.name is not None:
             self.store(case.pattern.name, subject)
+        elif names_set(case.pattern):
+            self.lose(*self.parts(subject))
         self.block(case.body)
 
     def fits(self, subject: Any, pattern: ast.pattern) -> bool | None:
@@ -121,6 +128,7 @@ class Launcher(Calls):
         if isinstance(values, list) and len(values) <= LOOPS:
             self.rounds(node, values)
         else:
+            self.lose(*self.parts(values))
             self.some_rounds(node, f"for {says(node.target)} in {says(node.iter)}")
 
     def visit_While(self, node: ast.While) -> None:
@@ -157,6 +165,7 @@ class Launcher(Calls):
     def visit_With(self, node: ast.With) -> None:
         for item in node.items:
             value = self.visit(item.context_expr)
+            self.lose(*([value] if isinstance(value, Record) else ()))
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, value)
         self.block(node.body)

@@ -5,16 +5,25 @@ launcher. A value that only running the launcher would tell is a text with a pie
 """
 
 import ast
+import re
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mis_plugins.explain.launch.reader import Ended, Reader, Reading, all_of, any_of, is_train
+from mis_plugins.explain.launch.reader import PACKAGES, Ended, Reader, Reading, all_of, any_of, is_train
 from mis_plugins.explain.launch.words import Lines, Piece, Text, hole, known, literal, shown
 
 PLAIN = bool | int | float | None
+TELLS = ("print", "debug", "info", "warning")  # functions that show a command, and start nothing
+# Functions that change nothing that they are given, and those of them that may give back a part of it.
+GIVE_PARTS = re.compile(r"list|tuple|(frozen)?set|dict|sorted|reversed|enumerate|zip|iter|next|min|max|filter|map|"
+                        r"copy\.copy|(dataclasses|itertools)\.\w+")  # fmt: skip
+LEAVES_GIVEN = re.compile(rf"({'|'.join(sorted(PACKAGES))}|os|subprocess|shlex|json|yaml|pprint)\.[\w.]+|"
+                          r"len|str|repr|int|float|bool|sum|any|all|isinstance|type|hasattr|format|range|open|copy\.deepcopy|"
+                          rf"(pathlib\.)?Path|(.*\.)?({'|'.join(TELLS)})|{GIVE_PARTS.pattern}")  # fmt: skip
 LOOPS = 1000  # rounds of one loop
 LARGEST = 2**63  # of a number; a power would fill the memory
 
@@ -47,7 +56,8 @@ class Values(Reader, ast.NodeVisitor):
     def __init__(self, script: str, path: Path, reading: Reading, arguments: Sequence[str]):
         super().__init__(reading)
         self.path, self.folder = path, ""
-        self.starts = [0, *accumulate(map(len, script.encode().splitlines(keepends=True)))]
+        lines = script.encode().splitlines(keepends=True)
+        self.starts = [3 * script.startswith("\ufeff"), *accumulate(map(len, lines))]
         self.command = next((word for word in arguments[:1] if word[:1] != "-" and "=" not in word), None)
         self.options = arguments[bool(self.command) :]
         self.of_fields: dict[str, Any] | None = None  # what the command line sets, a command's own parameters aside
@@ -60,10 +70,12 @@ class Values(Reader, ast.NodeVisitor):
         self.defaults: dict[str, Any] = {}  # of parameters and fields by place, from where they were defined
         self.forks = self.round = 0
         self.tried: int | None = None  # forks around the try whose handlers would catch
-        self.records: list[Record] = []
+        self.kept: list[dict[str, Any]] = []  # fields of records, and the names of functions around functions
         self.alternatives: dict[int, tuple[Any, Any, Any]] = {}  # of two lists, dicts or records, each with its address
         self.hosts: set[str] = set()
         self.called: set[ast.arguments] = set()  # of the functions that were read
+        self.running: set[ast.arguments] = set()  # of those that call what is read
+        self.handing = ""  # the call that hands on what is lost
 
     @property
     def locals(self) -> dict[str, Any]:
@@ -73,7 +85,9 @@ class Values(Reader, ast.NodeVisitor):
         return self.folder
 
     def scopes(self) -> list[dict[str, Any]]:
-        return [self.defaults, *self.frames, *(record.fields for record in self.records)]
+        own = [self.defaults, *self.frames]
+        ids = set(map(id, own))
+        return [*own, *(scope for scope in self.kept if id(scope) not in ids)]
 
     def fork(self, label: str, then: Callable[[], object], otherwise: Callable[[], object]) -> None:
         with self.now(forks=self.forks + 1):
@@ -96,6 +110,9 @@ class Values(Reader, ast.NodeVisitor):
     def generic_visit(self, node: ast.AST) -> Any:
         """What has no rule of its own is not known, nor is a name that it sets."""
         self.forget(node)
+        parts = (part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
+        self.lose(*map(self.visit, () if hasattr(node, "generators") else parts))
+        self.lose_within(node)
         return self.unknown(node) if isinstance(node, ast.expr) else None
 
     def forget(self, *nodes: ast.AST) -> None:
@@ -103,7 +120,9 @@ class Values(Reader, ast.NodeVisitor):
         for name in names_set(*nodes):
             self.store(name, hole(name))
 
-    def unknown(self, node: ast.AST) -> Text:
+    def unknown(self, node: ast.AST, *values: Any) -> Text:
+        """A value that is not known; nor are lists, dicts and records from then on that it may be or hold."""
+        self.lose(*values)
         return hole(says(node), lines_of(node))
 
     def unread(self, node: ast.AST, why: str) -> None:
@@ -114,18 +133,55 @@ class Values(Reader, ast.NodeVisitor):
 
     def changed(self, before: Any, after: Any) -> None:
         """Give all names of a list, dict or record, which the launcher changes in place, its new value."""
-        for item in before if isinstance(before, list) and not isinstance(after, list) else ():
-            if isinstance(item, tuple) and is_train(known(item) or ""):
-                self.reading.unread[item[0].lines[0]] = f"{shown(item)} in a list that changes: may be started too"
         for item in self.alternatives.pop(id(before), ())[1:]:
             self.changed(item, hole("a value that changes"))
+        is_held = False
         for scope in self.scopes():
             self.reading.spend(1 + len(scope))
             for name, value in scope.items():
-                if value is before:
-                    scope[name] = after
-                elif holds(value, before):
-                    scope[name] = hole("a value that changes")
+                if value is before or holds(value, before):
+                    scope[name], is_held = after if value is before else hole("a value that changes"), True
+        for item in before if is_held and isinstance(before, list) and not isinstance(after, list) else ():
+            if isinstance(item, tuple) and is_train(known(item) or ""):
+                self.reading.unread[item[0].lines[0]] = f"{shown(item)} in a list that changes: may be started too"
+
+    def parts(self, value: Any) -> list[Any]:
+        """What a list, dict or record holds, or either of two."""
+        either = [part for item in self.alternatives.get(id(value), ())[1:] for part in self.parts(item)]
+        value = value.fields if isinstance(value, Record) else value
+        return [*(value.values() if isinstance(value, dict) else value if isinstance(value, list) else either)]
+
+    def lose(self, *values: Any) -> None:
+        """What may change out of sight is not known from then on, nor is what it holds; a function may run."""
+        for value in values:
+            either, parts = self.alternatives.get(id(value), ())[1:], self.parts(value)
+            if isinstance(value, ast.FunctionDef):
+                self.may_run(value)
+            elif isinstance(value, Record):
+                value.fields |= {name: hole(name) for name in value.fields}
+            elif isinstance(value, list | dict):
+                self.changed(value, hole("a value that may change"))
+            self.lose(*either, *parts)
+
+    def lose_within(self, *nodes: ast.AST) -> None:
+        """Lose what the calls in parts that are not read may change."""
+        for call in (part for node in nodes for part in ast.walk(node) if isinstance(part, ast.Call)):
+            parts = [getattr(call.func, "value", call.func), *call.args, *(keyword.value for keyword in call.keywords)]
+            plain = [part for part in parts if not any(isinstance(inner, ast.Call) for inner in ast.walk(part))]
+            self.lose(*(self.visit(part) for part in plain if not self.leaves(call)))
+
+    @abstractmethod
+    def may_run(self, function: ast.FunctionDef) -> None:
+        """Read a function that may be called out of sight."""
+
+    def leaves(self, node: ast.Call) -> bool:
+        return LEAVES_GIVEN.fullmatch(self.dotted(node.func)) is not None
+
+    def dotted(self, node: ast.expr) -> str:
+        """The name of a function with its module, as the launcher imports it."""
+        if isinstance(node, ast.Attribute):
+            return f"{self.dotted(node.value)}.{node.attr}"
+        return shown(as_text(self.visit(node))) if isinstance(node, ast.Name) else ""
 
     def assign(self, target: ast.expr, value: Any) -> None:
         if isinstance(target, ast.Name):
@@ -137,14 +193,18 @@ class Values(Reader, ast.NodeVisitor):
             if isinstance(owner, Record):
                 owner.fields[target.attr] = value
             else:
-                self.changed(owner, self.unknown(target.value))
+                self.changed(owner, self.unknown(target.value, value))
         elif isinstance(target, ast.Tuple | ast.List):
             has_rest = any(isinstance(part, ast.Starred) for part in target.elts)
             is_known = isinstance(value, list) and len(value) == len(target.elts) and not has_rest
+            self.lose(*(() if is_known else self.parts(value)))
             for index, part in enumerate(target.elts):
                 self.assign(part, value[index] if is_known else self.unknown(target))
         elif isinstance(target, ast.Subscript):
-            self.changed(self.visit(target.value), self.unknown(target))
+            owner, key = self.visit(target.value), key_of(self.visit(target.slice))
+            is_known = isinstance(owner, dict) and key is not None
+            self.reading.spend(1 + len(owner) if is_known else 1)
+            self.changed(owner, owner | {key: value} if is_known else self.unknown(target, value))
 
     def block(self, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
@@ -177,6 +237,7 @@ class Values(Reader, ast.NodeVisitor):
     def visit_FormattedValue(self, node: ast.FormattedValue) -> Text:
         value = self.visit(node.value)
         is_plain = node.format_spec is None and node.conversion == -1
+        self.visit(node.format_spec or ast.Constant(""))
         return as_text(value, lines_of(node)) if is_plain else self.unknown(node.value)
 
     def visit_Name(self, node: ast.Name) -> Any:
@@ -202,17 +263,16 @@ class Values(Reader, ast.NodeVisitor):
         return self.visit(node.body if truth else node.orelse)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> Any:
-        decides, is_sure = isinstance(node.op, ast.Or), True
-        value: Any = None
+        decides, is_sure, values = isinstance(node.op, ast.Or), True, list[Any]()
         for part in node.values:
-            value = self.visit(part)
+            values.append(self.visit(part))
             if not is_sure:  # the part may not run
                 self.forget(part)
-            truth = truth_of(value)
+            truth = truth_of(values[-1])
             is_sure = is_sure and truth is not None
             if truth is decides:
                 break
-        return value if is_sure else self.unknown(node)
+        return values[-1] if is_sure else self.unknown(node, *values)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
         if isinstance(node.op, ast.Not):
@@ -222,7 +282,7 @@ class Values(Reader, ast.NodeVisitor):
         return -value if isinstance(node.op, ast.USub) and isinstance(value, int | float) else self.unknown(node)
 
     def visit_Compare(self, node: ast.Compare) -> Any:
-        left, kind, right = self.visit(node.left), node.ops[0], self.visit(node.comparators[0])
+        left, kind, (right, *_) = self.visit(node.left), node.ops[0], [*map(self.visit, node.comparators)]
         holds: bool | None = None
         if isinstance(kind, ast.Eq | ast.Is | ast.NotEq | ast.IsNot):
             holds = equal(left, right)
@@ -243,8 +303,8 @@ class Values(Reader, ast.NodeVisitor):
         if isinstance(left, list) and isinstance(right, list) and adds:
             self.reading.spend(len(left) + len(right))
             return left + right
-        if isinstance(left, list) or isinstance(right, list):
-            return self.unknown(node)
+        if isinstance(left, Shared) or isinstance(right, Shared):
+            return self.unknown(node, *self.parts(left), *self.parts(right))
         if adds and (isinstance(left, tuple) or isinstance(right, tuple)):
             return self.reading.paid((*as_text(left), *as_text(right)))
         if isinstance(kind, ast.Mult) and isinstance(left, int) and isinstance(right, int):
@@ -261,7 +321,7 @@ class Values(Reader, ast.NodeVisitor):
 
     def visit_List(self, node: ast.List | ast.Tuple | ast.Set) -> Any:
         values, is_sure = self.items(node.elts)
-        return values if is_sure else self.unknown(node)
+        return values if is_sure else self.unknown(node, *values)
 
     visit_Tuple = visit_Set = visit_List
 
@@ -273,13 +333,17 @@ class Values(Reader, ast.NodeVisitor):
             is_sure = is_sure and (not isinstance(node, ast.Starred) or isinstance(value, list))
             if is_sure:
                 values += value if isinstance(node, ast.Starred) else [value]
+            else:
+                self.lose(value)
         return values, is_sure
 
     def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> Any:
         first, *more = node.generators
         values, items = self.visit(first.iter), []
         if more or first.ifs or not isinstance(values, list) or len(values) > LOOPS:
-            return self.unknown(node)
+            self.lose_within(node)
+            self.fork(says(node), lambda: self.lose(self.visit(node.elt)), lambda: None)
+            return self.unknown(node, *self.parts(values))
         targets = names_set(first.target)
         before = {name: self.locals[name] for name in targets if name in self.locals}
         for value in values:
@@ -295,13 +359,13 @@ class Values(Reader, ast.NodeVisitor):
     def visit_Dict(self, node: ast.Dict) -> Any:
         keys = [None if key is None else key_of(self.visit(key)) for key in node.keys]
         values = [self.visit(value) for value in node.values]
-        return self.unknown(node) if None in keys else dict(zip(keys, values, strict=True))
+        return self.unknown(node, *values) if None in keys else dict(zip(keys, values, strict=True))
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:
         owner, key = self.visit(node.value), key_of(self.visit(node.slice))
         if isinstance(owner, list) and isinstance(key, int) and -len(owner) <= key < len(owner):
             return owner[key]
-        return owner[key] if isinstance(owner, dict) and key in owner else self.unknown(node)
+        return owner[key] if isinstance(owner, dict) and key in owner else self.unknown(node, *self.parts(owner))
 
 
 def says(node: ast.AST) -> str:
