@@ -1073,7 +1073,7 @@ def test_the_mean_of_the_rollout_serves_the_loss_hook():
 
 
 def test_a_mean_of_other_segment_wise_weights_is_refused():
-    """The weights are pi_{v+1} / mu, and the setting says what stands for pi_{v+1}: a mean of other weights is wrong."""
+    """The setting says what stands for pi_{v+1} in the weights pi_{v+1} / mu."""
     step = random_step(3)
     ages = [torch.full((len(x.mask),), 3) for x in step.responses]
     batch = step.batch() | {"output_versions": ages, "proximal_version": 4}
