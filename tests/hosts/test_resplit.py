@@ -2,8 +2,9 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import stand_in_hosts
@@ -71,9 +72,9 @@ def test_a_number_that_is_lost_in_one_pass_differs_by_infinity(lost: float) -> N
 
 def test_the_ranks_that_hold_other_samples_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer has as many tokens and differences, and a larger one."""
-    told, again = {}, [torch.tensor([-1.0, -2.5])]
-    host = Namespace(parallel=lambda: (Ranks(dp=cast(Any, "peers")), (1, 0)), rescore=lambda *_: again,
-                     reports=lambda ranks: True)  # fmt: skip
+    told, again, ranks = {}, [torch.tensor([-1.0, -2.5])], Ranks(dp=dist.ProcessGroup(0, 2))
+    asked = {"parallel": lambda: (ranks, (1, 0)), "rescore": lambda *_: again, "reports": lambda ranks: True}
+    host = replace(every_host()["slime"], **asked)
     monkeypatch.setattr(resplit, "current", lambda args: host)
     monkeypatch.setattr(
         resplit, "all_reduce", lambda x, _, op=None: x.fill_(9.0) if op == dist.ReduceOp.MAX else x.mul_(2)
