@@ -24,7 +24,7 @@ hooks run again. Nothing is written on the host's arguments, which are read thro
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -275,12 +275,12 @@ def config_in_force(args: Any, host: Host | None = None) -> CorrectionConfig:
 class Settled:
     """What the TIS hook makes of the host's arguments, once for as long as they say the same.
 
-    rescales: whether the loss is scaled for a host that divides it by the kept tokens.
+    rescales: asks whether the loss of the micro-batch at hand is scaled, as the host divides it by its kept tokens.
     average: how the host averages metrics, where no rollout-data hook has counted samples.
     """
 
     config: CorrectionConfig
-    rescales: bool
+    rescales: Callable[[View], bool]
     average: Average | None
 
 
@@ -289,7 +289,7 @@ def _settled(args: View, host: Host | None = None) -> Settled:
     config = config_in_force(args, host)
     return Settled(
         config if host.step_hook else config.without_step_hook,
-        host.divides_by_kept(args) and reading.says_denominator(args),
+        lambda given: host.divides_by_kept(given) and reading.says_denominator(given),
         tracking.average_of_host(args),
     )
 
@@ -318,7 +318,7 @@ def _hook(args: View, pg_loss: Tensor, batch: HostBatch, settled: Settled, flags
     correction = _correct(args, batch, config, flags)
     loss = pg_loss
     if config.corrects:
-        factor = correction.loss_factor_by_kept if settled.rescales else correction.loss_factor
+        factor = correction.loss_factor_by_kept if settled.rescales(args) else correction.loss_factor
         loss = (pg_loss * factor).masked_fill_(~correction.keep, 0)
     masks = _masks(batch, correction)
     RECORDER.record(correction, pg_loss)

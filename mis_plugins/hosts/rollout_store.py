@@ -103,7 +103,7 @@ class RolloutStore:
         if _parts(held.config) != _parts(config):
             raise InputError(
                 "mis.weight.normalize.scope: rollout: the mean was computed under another config than this "
-                f"micro-batch has: weight {held.config.weight}, reject {held.config.reject}; hand one config to both"
+                f"micro-batch has: {_parts(held.config)}; hand one config to both"
             )
         return held.mean
 
@@ -137,9 +137,9 @@ def asked(args: Any) -> CorrectionConfig | None:
         return None
 
 
-def _parts(config: CorrectionConfig) -> tuple[object, ...]:
+def _parts(config: CorrectionConfig) -> str:
     """The parts of a config on which a mean weight depends."""
-    return config.weight, config.reject, config.aggregate
+    return ", ".join(f"{name} {getattr(config, name)}" for name in ("weight", "reject", "aggregate", "segment_wise"))
 
 
 ROLLOUT = RolloutStore()

@@ -133,16 +133,16 @@ def test_fsdp_divides_by_what_the_masks_keep(hook: str, denominator: str):
     assert host_loss(**flat) == pytest.approx(sum(kept["kept"]), rel=weight_rtol(3.0) + 6 * EPS)
 
 
-@pytest.mark.parametrize(("sums", "factor"), [(None, 0.5), (torch.tensor([2.0]), 1.0)])
-def test_a_batch_that_says_what_to_divide_by_is_left_to_it(sums: torch.Tensor | None, factor: float):
-    """Half of the tokens are rejected; Miles's own loss holds the batch while it calls the hook."""
+def test_a_batch_that_says_what_to_divide_by_is_left_to_it():
+    """Half of the tokens are rejected; Miles's own loss holds the batch while it calls the hook, each its own."""
     given: dict[str, Any] = ratio_batch([[1.0, 9.0]], [[1, 1]]).hook_kwargs() | {"pg_loss": torch.ones(2)}
     args = host_args(mis={"weight": None, "reject": [{"over": "token", "upper": 5.0}]})
     module: dict[str, Any] = {"__name__": MILES.tis_call.addresses[0].module}
     exec("def policy_loss_function(hook, batch):\n    return hook()\n", module)
     hook = partial(mis.compute_mis_weights_fsdp, args=args, **given)
-    loss, _, _ = module["policy_loss_function"](hook, {"rollout_mask_sums": sums})
-    assert loss.tolist() == [factor, 0.0]
+    for sums, factor in ((None, 0.5), (torch.tensor([2.0]), 1.0), (None, 0.5)):
+        loss, _, _ = module["policy_loss_function"](hook, {"rollout_mask_sums": sums})
+        assert loss.tolist() == [factor, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -321,6 +321,18 @@ def test_scaled_log_probs_are_told_once(
 # --------------------------------------------------------------------------------------------------- circuit breaker
 
 
+def test_an_exit_is_asked_for_once(monkeypatch: pytest.MonkeyPatch):
+    """By the step hook or the rollout-data hook, whichever comes first; each further time would report once more."""
+    asked: list[Any] = []
+    monkeypatch.setattr("atexit.register", lambda *call: asked.append(call))
+    for first in ("report", "check_rollout"):
+        recorder = Recorder()
+        for rollout in range(3):
+            getattr(recorder, first)(ARGS, rollout, *((0,) if first == "report" else (Ranks(),)))
+        assert [call[1]() for call in asked] == [recorder]
+        asked.clear()
+
+
 def test_raise_comes_at_the_next_step():
     recorder, config = Recorder(), VETO | {"on_all_rejected": "raise"}
     recorder.report(ARGS, 7, 2)

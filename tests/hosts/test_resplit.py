@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import stand_in_hosts
 import test_every_hook
 import torch
+import torch.distributed as dist
 from batches import host_args
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import describe
-from mis_plugins.hosts import registry
+from mis_plugins.hosts import registry, resplit
 from mis_plugins.hosts.registry import every_host
 from mis_plugins.hosts.resplit import cut_otherwise, differences
 from mis_plugins.packing.ragged import Ranks
@@ -66,6 +68,22 @@ def test_equal_passes_differ_by_0_exactly_and_one_bit_is_seen() -> None:
 def test_a_number_that_is_lost_in_one_pass_differs_by_infinity(lost: float) -> None:
     sums, largest = differences(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, lost]), torch.tensor([True, True]))
     assert sums.tolist() == [2, 1, float("inf")] and float(largest) == float("inf")
+
+
+def test_the_ranks_that_hold_other_samples_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer has as many tokens and differences, and a larger one."""
+    told, again, ranks = {}, [torch.tensor([-1.0, -2.5])], Ranks(dp=dist.ProcessGroup(0, 2))
+    asked = {"parallel": lambda: (ranks, (1, 0)), "rescore": lambda *_: again, "reports": lambda ranks: True}
+    host = replace(every_host()["slime"], **asked)
+    monkeypatch.setattr(resplit, "current", lambda args: host)
+    monkeypatch.setattr(
+        resplit, "all_reduce", lambda x, _, op=None: x.fill_(9.0) if op == dist.ReduceOp.MAX else x.mul_(2)
+    )
+    monkeypatch.setattr(resplit.tracking, "log", lambda args, metrics, step: told.update(metrics))
+    data = {"log_probs": [torch.tensor([-1.0, -2.0])], "loss_masks": [torch.tensor([1, 1])], "total_lengths": [3],
+            "response_lengths": [2]}  # fmt: skip
+    resplit.compare(host_args(mis={"weight": {}, "resplit_every": 1}), 0, data)
+    assert told == {"resplit_differs": 0.5, "resplit_diff_abs_mean": 0.25, "resplit_diff_abs_max": 9.0}
 
 
 # ----------------------------------------------------------------------------------- Miles's and slime's own trainer

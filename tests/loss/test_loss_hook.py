@@ -1072,6 +1072,25 @@ def test_the_mean_of_the_rollout_serves_the_loss_hook():
     assert_same(found, call(step, alone))
 
 
+def test_a_mean_of_other_segment_wise_weights_is_refused():
+    """The setting says what stands for pi_{v+1} in the weights pi_{v+1} / mu."""
+    step = random_step(3)
+    ages = [torch.full((len(x.mask),), 3) for x in step.responses]
+    batch = step.batch() | {"output_versions": ages, "proximal_version": 4}
+    weight = {"upper": 1.5, "normalize": {"scope": "rollout"}}
+    one, other = (
+        flags(
+            mis={"weight": weight, "segment_wise": {"fresh_tokens": fresh, "method": "loglinear"}},
+            loss_type="custom_loss",
+        )
+        for fresh in ("proximal", "behavior")
+    )
+    mis.normalize_rollout(one, 0, batch)
+    drive(one, batch, torch.cat(step.rows("target")))
+    with pytest.raises(InputError, match="computed under another config.*fresh_tokens='proximal'"):
+        drive(other, batch, torch.cat(step.rows("target")))
+
+
 def test_opsm_of_everything_skips():
     step = all_bad(random_step(5))
     skipped = call(step, {"opsm": {"delta": 0.05}})

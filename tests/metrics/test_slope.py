@@ -8,7 +8,7 @@ import torch
 from slope_simulation import BF16, INT3, INT8, KINDS, Error, Kind, found_in, related, sums
 
 from mis_plugins.metrics.processed import warnings
-from mis_plugins.metrics.slope import cut_off, not_sampled_from, relation, scaled
+from mis_plugins.metrics.slope import cut_off, is_suspect, not_sampled_from, relation, scaled
 
 TOKENS = 20000
 
@@ -94,6 +94,12 @@ def test_what_tells_nothing_tells_nothing(proximal: list[float]):
     """Too few tokens, none that varies, or a relation that falls."""
     y = torch.tensor(proximal, dtype=torch.float64)
     assert relation(sums(y, -5 - y)) is None
+
+
+@pytest.mark.parametrize(("apart", "tells"), [(-0.9, False), (-1.1, True), (1.1, False)])
+def test_the_means_tell_where_no_line_does(apart: float, tells: bool):
+    x = torch.full((5,), -2.0, dtype=torch.float64)
+    assert is_suspect(sums(x + apart, x)) == tells
 
 
 def test_heavy_tails_are_not_taken_for_a_cut():

@@ -179,6 +179,7 @@ def watched(
         watching.before_step(args, 0, 0, [model])
         if loss is not None:
             forward(model, manager, args, loss)
+            watching.before_log_probs(args, [model], "ref_")  # nothing is lost to a reference model's pass in between
             watching.before_step(args, 0, 1, [model])
     return seen[-1], watching, said
 
