@@ -144,7 +144,12 @@ def _is_few(window: Window, responses: Responses) -> bool:
 @cache
 def record() -> Record:
     """The committed record."""
-    held = json.loads(FILE.read_text(encoding="utf-8"))
+    return read(FILE)
+
+
+def read(file: Path) -> Record:
+    """The record that a file holds."""
+    held = json.loads(file.read_text(encoding="utf-8"))
     for rung in held["rungs"]:
         rung["by_length"] = {int(n): Responses(int(n), **measured) for n, measured in rung["by_length"].items()}
     return Record(held["model"], held["commits"], tuple(Rung(**rung) for rung in held["rungs"]))
