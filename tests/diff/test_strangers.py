@@ -233,9 +233,10 @@ def test_a_buffer_is_read(tmp_path: Path) -> None:
 
 
 def test_whole_numbers_of_a_hosts_dump_lose_no_fraction(tmp_path: Path) -> None:
-    for columns in ({"tokens": [[1.5, 2.5, 3.5], [4.5, 5.5]]}, {"response_lengths": [2.5, 1]}):
-        torch.save(miles_dump(**columns), tmp_path / "a.pt")
-        assert diff(tmp_path / "a.pt") == 2
+    dumps = miles_dump(tokens=[[1.5, 2.5, 3.5], [4.5, 5.5]]), miles_dump(response_lengths=[2.5, 1])
+    for number, held in enumerate(dumps):
+        torch.save(held, tmp_path / f"{number}.pt")
+        assert diff(tmp_path / f"{number}.pt") == 2
 
 
 def test_an_index_of_another_format_is_left_over(tmp_path: Path) -> None:

@@ -181,6 +181,12 @@ def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
             "ms-swift multiplies its KL term (beta) by the weight too, and a mask drops it; here the hosts weigh the "
             "policy loss alone. The loss hook weighs KL too with objective: {weigh_kl: true} and --use-kl-loss."
         )
+    if (mode is not None or masks or has_own) and not is_open(beta := given.get("beta")):
+        coefficient, of_default = (0.04, " is 0.04 by default") if beta is None else (number(beta, "beta"), "")
+        if _has_kl(given):
+            yield f"beta{of_default}: pass --use-kl-loss --kl-loss-coef {coefficient:g} --kl-loss-type low_var_kl."
+        elif coefficient:
+            yield f"beta{of_default}: ms-swift takes KL off the reward; nothing here does."
     if masks:
         yield f"{DELTA}: without rollout log-probs ms-swift and the hook compare with the trainer before the update."
     if masks and given.get(LOSS) == "bnpo":
