@@ -162,7 +162,7 @@ def _exact(values: Sequence[float | None], dtype: torch.dtype) -> Float[Tensor, 
     rounded = (stored.to(torch.float64) != given) & ~given.isnan()
     if rounded.any():
         value = given[rounded][0].item()
-        raise RecordError(f"log_probs: {value!r} is no {dtype}; pass the dtype in which the engine computed it")
+        raise RecordError(f"log_probs: {value!r} is no {dtype}; store tensors, or pass the engine's dtype")
     return stored
 
 

@@ -29,9 +29,10 @@ NOTHING = (
     "holds nothing that this command reads: dumps of Miles or slime (--dump-details), the neutral form (jsonl, "
     "parquet), metrics.jsonl, wandb or tensorboard files"
 )
-CSV = (
-    'csv is not read; write one JSON object a line, as {"step": 3, "kl_k3": 0.001}, or name the run\'s offline wandb '
-    "or tensorboard files"
+TABLES = (".csv", ".tsv")
+TABLE = (
+    'a table of csv or tsv is not read; write one JSON object a line, as {"step": 3, "kl_k3": 0.001}, or name the '
+    "run's offline wandb or tensorboard files"
 )
 
 
@@ -72,7 +73,7 @@ def find(paths: Sequence[Path], problems: Problems) -> Found:
             sources.append(Source(kind, (file,), partial(NEUTRAL[kind], file)))
         elif kind == "verl":
             problems.add(VERL, file)
-        elif file in paths or _plain(file).suffix in (".jsonl", ".csv"):
+        elif file in paths or _plain(file).suffix in (".jsonl", *TABLES):
             tell_nothing(file, problems)
         else:
             others.append(file)
@@ -166,8 +167,8 @@ def tell_nothing(file: Path, problems: Problems) -> None:
         why = f"holds numbers without their step; name it by one of {', '.join(curves.STEPS_OF_HOSTS)}"
     elif first is not None:
         why = f"{NOTHING}; {lacking(REQUIRED, first)}"
-    elif _plain(file).suffix == ".csv":
-        why = CSV
+    elif _plain(file).suffix in TABLES:
+        why = TABLE
     else:
         wrong = [f"{problem.place}: {problem.reason}".removeprefix(": ") for problem in broken.kept[:1]]
         why, torn = "; ".join([*(wrong or ["holds no line"]), NOTHING]), True
