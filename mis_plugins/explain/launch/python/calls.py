@@ -37,31 +37,15 @@ class Calls(Functions):
 
     def visit_Call(self, node: ast.Call) -> Any:
         given, named, is_sure = self.arguments(node)
-        name, target, is_kept = name_of(node.func), None, False
+        name, is_kept = name_of(node.func), False
         if isinstance(node.func, ast.Attribute):
             owner = self.visit(node.func.value)
-            added = given[:1] if name == "append" else next(iter(given), None) if name == "extend" else None
-            if isinstance(owner, Record) and name in owner.fields:
-                target = owner.fields[name]
-            elif isinstance(owner, Record):
-                target = self.method(owner.node, name)
-                given = given if target and "staticmethod" in decorators(target) else [owner, *given]
-            elif isinstance(owner, ast.ClassDef):
-                target = self.method(owner, name)
-                given = [owner, *given] if target and "classmethod" in decorators(target) else given
-            elif isinstance(owner, list) and isinstance(added, list):
-                is_kept = True
-                self.changed(owner, owner + added)
-            elif isinstance(owner, dict) and name == "get" and given and (key := key_of(given[0])) is not None:
+            if isinstance(owner, dict) and name == "get" and given and (key := key_of(given[0])) is not None:
                 return owner[key] if key in owner else given[1] if len(given) > 1 else None
-            elif name in PURE:
-                self.lose(*self.parts(owner))
-            elif self.is_shared(owner) or isinstance(owner, ast.FunctionDef):
-                self.lose(owner)
-            elif isinstance(owner, tuple) and (value := self.of_text(owner, name, given, named)) is not None:
+            if isinstance(owner, tuple) and (value := self.of_text(owner, name, given, named)) is not None:
                 return value
-            else:
-                is_kept = isinstance(owner, tuple) and any(piece.text for piece in owner)  # a method of a text
+            target, given = self.own_method(owner, name, given)
+            is_kept = not isinstance(owner, Record | ast.ClassDef) and self.keeps(owner, name, given)
             if name_of(node.func.value) == "super" and self.locals:
                 self.lose(next(iter(self.locals.values())))
         else:
@@ -76,12 +60,35 @@ class Calls(Functions):
         if isinstance(target, ast.ClassDef):
             fields = [] if is_sure else list(self.fields(target))
             return self.instance(target, given, dict.fromkeys(fields[len(given) :], self.unknown(node)) | named)
-        if name.startswith(STARTS) and not is_sure:
-            named = {"train_args": self.unknown(node)} | named
-        if not is_kept and not name.startswith(STARTS):
+        if name.startswith(STARTS):
+            first = (given[0] if given else ()) if is_sure else self.unknown(node)
+            return self.start(node, named.get("train_args", first))
+        if not is_kept:
             with self.now(handing=says(node)):
                 self.hand(node, given, named)
         return self.foreign(node, name, given, named)
+
+    def own_method(self, owner: Any, name: str, given: list[Any]) -> tuple[Any, list[Any]]:
+        """A method of a class of the launcher's, or what a field holds, and all that a call gives it."""
+        if isinstance(owner, Record) and name in owner.fields:
+            return owner.fields[name], given
+        kind = owner.node if isinstance(owner, Record) else owner
+        method = self.method(kind, name) if isinstance(kind, ast.ClassDef) else None
+        kinds = decorators(method) if method else set()
+        is_bound = "staticmethod" not in kinds if isinstance(owner, Record) else "classmethod" in kinds
+        return method, [owner, *given] if is_bound else given
+
+    def keeps(self, owner: Any, name: str, given: Sequence[Any]) -> bool:
+        """Whether a method leaves alone what it is given. What it may change of its owner is lost."""
+        added = given[:1] if name == "append" else next(iter(given), None) if name == "extend" else None
+        if isinstance(owner, list) and isinstance(added, list):
+            self.changed(owner, owner + added)
+            return True
+        if name in PURE:
+            self.lose(*self.parts(owner))
+        elif self.is_shared(owner) or isinstance(owner, ast.FunctionDef):
+            self.lose(owner)
+        return isinstance(owner, tuple) and any(piece.text for piece in owner)  # a text
 
     def hand(self, node: ast.Call, given: Sequence[Any], named: Mapping[str, Any]) -> None:
         """Lose what an imported function may change, and what it may give back as a part of a value."""
@@ -106,9 +113,6 @@ class Calls(Functions):
 
     def foreign(self, node: ast.Call, name: str, given: list[Any], named: dict[str, Any]) -> Any:
         """A call of what the launcher imports; the value of a function that is not listed here is not known."""
-        if name.startswith(STARTS):
-            self.start(node, named.get("train_args", given[0] if given else ()))
-            return None
         folder = self.folder_of(named.get("cwd"))
         if name == "chdir" and given:
             self.folder = folder = self.folder_of(given[0])
