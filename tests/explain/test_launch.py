@@ -101,6 +101,7 @@ U.execute_train(' '.join(X) + ' ' + ' '.join(Y) + ' ' + o.t)"""
      "match Z:\n  case [w, *_]: w.append('n')", "g(); helper.f(g)", "{1: g}[N]()", "(lambda a=1: X.append('n'))()",
      "list(map(X.append, 'nm'))", "list(map(lambda w: w.append('n'), Z))", "from helper import len; len(X)",
      "import helper as os; os.f(X)", "print = helper.f; print(X)", "1 < 2 < (X.append(1) or 3)",
+     "W = []\nif N: W = []\nW.clear(); helper.f(X)",
      "class K(C):\n  def u(self): super().u()\no = K(); o.u()", "class K:\n  L = X\nK.L.append('n')",
      "def mk():\n  L = ['p']\n  def add(): L.append('n')\n  def get(): return L\n  return [add, get]\n"
      "b, c = mk(); b(); Y = c()", "class K:\n  p = property()\n  @p.setter\n  def p(self, v): X.append(v)\nK().p = X"],

@@ -1,6 +1,7 @@
 """ms-swift's arguments, from its yaml or from a launch script."""
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -83,7 +84,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     if (kind := keys.get(TYPE, GRPO)) != GRPO and not is_open(kind):
         raise ConfigError(f"nothing to translate: {TYPE}: {as_written(kind)}; ms-swift corrects with {GRPO} alone")
     losses = keys.get(LOSS)
-    losses = losses.split() if isinstance(losses, str) and not is_open(losses) else losses
+    losses = losses.split() if isinstance(losses, str) and re.fullmatch(r"\w+( \w+)*", losses) else losses
     if isinstance(losses, list):
         if len(losses) != 1:
             raise ConfigError(f"{LOSS}: got {shown(losses)}; ms-swift takes one with {TYPE}: {GRPO}, so give one")

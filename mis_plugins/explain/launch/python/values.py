@@ -145,23 +145,33 @@ class Values(Reader, ast.NodeVisitor):
             if isinstance(item, tuple) and is_train(known(item) or ""):
                 self.reading.unread[item[0].lines[0]] = f"{shown(item)} in a list that changes: may be started too"
 
+    def ways(self, value: Any) -> list[Any]:
+        """A value, and the lists, dicts and records of which it may be one."""
+        ways = [value]
+        for way in ways:
+            others = self.alternatives.get(id(way), ())[1:]
+            ways += [other for other in others if not any(other is each for each in ways)]
+        return ways
+
     def parts(self, value: Any) -> list[Any]:
-        """What a list, dict or record holds, or either of two."""
-        either = [part for item in self.alternatives.get(id(value), ())[1:] for part in self.parts(item)]
-        value = value.fields if isinstance(value, Record) else value
-        return [*(value.values() if isinstance(value, dict) else value if isinstance(value, list) else either)]
+        """What a list, dict or record holds, or each that the value may be."""
+        held = [way.fields if isinstance(way, Record) else way for way in self.ways(value)]
+        lists = [[*each.values()] if isinstance(each, dict) else each for each in held if isinstance(each, list | dict)]
+        return sum(lists, [])
 
     def lose(self, *values: Any) -> None:
         """What may change out of sight is not known from then on, nor is what it holds; a function may run."""
         for value in values:
-            either, parts = self.alternatives.get(id(value), ())[1:], self.parts(value)
-            if isinstance(value, ast.FunctionDef):
-                self.may_run(value)
-            elif isinstance(value, Record):
-                value.fields |= {name: hole(name) for name in value.fields}
-            elif isinstance(value, list | dict):
-                self.changed(value, hole("a value that may change"))
-            self.lose(*either, *parts)
+            ways, parts = self.ways(value), self.parts(value)
+            for way in ways:
+                self.alternatives.pop(id(way), None)
+                if isinstance(way, ast.FunctionDef):
+                    self.may_run(way)
+                elif isinstance(way, Record):
+                    way.fields |= {name: hole(name) for name in way.fields}
+                elif isinstance(way, list | dict):
+                    self.changed(way, hole("a value that may change"))
+            self.lose(*parts)
 
     def lose_within(self, *nodes: ast.AST) -> None:
         """Lose what the calls in parts that are not read may change."""
