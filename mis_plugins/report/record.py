@@ -102,6 +102,9 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
     """A record from lists, arrays or tensors by the names of the neutral form.
 
     `null` in a list of log-probs, and a number that stands in for one (`shared/absent.py`), is NaN.
+
+    Raises:
+        RecordError: a list is missing, holds something else than numbers, or has another length than the response.
     """
     if any(values.get(name) is None for name in REQUIRED):
         held = [name for name, value in values.items() if value is not None]

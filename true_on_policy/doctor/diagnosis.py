@@ -30,7 +30,11 @@ DETERMINISTIC = "--sglang-enable-deterministic-inference"
 
 
 def checks(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
-    """List the checks of a contract; any log-probs of decode pass where the rollout's are `scored` by prefill.
+    """List the checks of a contract: its settings, and its variables.
+
+    Args:
+        scored: whether the rollout's log-probs come from prefill, so that any log-probs of decode are
+            accepted.
 
     Raises:
         ContractError: no release of the host carries the family.
@@ -135,7 +139,8 @@ def _cell(name: str, wanted: Wanted, side: Observation) -> str:
 def diagnosed(contract: GpuContract | None, arguments: argparse.Namespace) -> int:
     """Observe both sides, print the table of checks, and return the exit code of the worst row.
 
-    The trainer's file states the `contract` where it is None.
+    Args:
+        contract: what the arguments ask for; None where the trainer's file states it.
     """
     contract, trainer = load(arguments.trainer_dump) if contract is None else (contract, _stand_in(contract))
     engine = _engine(arguments.engine, arguments.engine_dump)

@@ -93,7 +93,12 @@ def exchanged(
     limit: int = LIMIT,
     key: str = "",
 ) -> bytes:
-    """Send one request and return the body of its answer; an error calls the server `where`.
+    """Send one request and return the body of its answer.
+
+    Args:
+        where: what an error calls the server.
+        seconds: the deadline of the whole answer, from the name of the host to the last byte.
+        limit: the most bytes that the answer may have.
 
     Raises:
         EngineError: no answer came in time and within the limit, or the server refuses the request.

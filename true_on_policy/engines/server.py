@@ -104,6 +104,9 @@ def started(
 
     A port that another process takes before the server binds it is replaced by another port.
 
+    Args:
+        private: what the engine takes from its run, beside the variable KEY, which holds the key.
+
     Raises:
         EngineError: the server did not become healthy; its processes have been ended.
     """

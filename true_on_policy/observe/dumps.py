@@ -128,7 +128,11 @@ def load(path: Path) -> tuple[GpuContract, Observation]:
 
 
 def load_engine(path: Path, url: str | None) -> Observation:
-    """Load an engine's side from the files of all its ranks, given that of rank 0, or a folder and the engine's URL.
+    """Load an engine's side from the files of all its ranks.
+
+    Args:
+        path: the file of the engine's rank 0, or a folder that holds files of engines.
+        url: the URL of the engine to load, where the folder holds several.
 
     Raises:
         DumpError: the engine that wrote the file has ended, or the folder and the URL do not name one engine.

@@ -44,7 +44,11 @@ class Workload:
     def sample(
         self, generate: Callable[[Sequence[Request]], list[Sample]], tokens: int, full_set: bool = False
     ) -> list[list[Sample]]:
-        """Sample whole batches until they hold `tokens` tokens, and by `full_set` until a full set was ever sampled."""
+        """Sample whole batches by `generate` until their samples hold at least `tokens` tokens.
+
+        Args:
+            full_set: whether to go on until this call or an earlier call has sampled a full set.
+        """
         done: list[Sample] = []
         batches: list[list[Sample]] = []
         for batch in progress(self._batches(done), "batches sampled"):

@@ -56,7 +56,11 @@ class Weights:
         return [name for name in self.named if name not in self.used and not name.endswith(COMPUTED)]
 
     def held(self, name: str, shape: Sequence[int], rank: int, ranks: int) -> Tensor:
-        """Build the tensor that a tensor-parallel rank of SGLang holds under `name`; its `shape` tells how it is cut.
+        """Build the tensor that a tensor-parallel rank of SGLang holds under `name`.
+
+        Args:
+            shape: the shape of the engine's tensor, which tells how the weight is cut; the result may have
+                another.
 
         Raises:
             Lacking: the checkpoint lacks a weight that the tensor is built from.

@@ -57,7 +57,8 @@ def weights_told(
 ) -> Any:
     """Answer our two actions of the weight checker in the form of SGLang's checksum; SGLang answers every other one.
 
-    For `VALUES` `skip_tensor_list` has the names of the weights to return.
+    Args:
+        skip_tensor_list: for the action `VALUES`, the names of the weights to return.
     """
     if action not in (handover.DIGESTS, handover.VALUES):
         return original(checker, action, allow_quant_error, skip_tensor_list, role=role)

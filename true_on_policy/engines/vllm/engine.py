@@ -45,7 +45,10 @@ def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> "VLL
 
 
 class VLLM(Served):
-    """vLLM's server, stock without a `contract`, else on the kernels that our plugin pins; None is vLLM's own `order`.
+    """vLLM's server, stock where `contract` is None, else on the kernels that our plugin pins.
+
+    Args:
+        order: the order of rounding under a contract; None is vLLM's own.
 
     Raises:
         EngineError: vLLM's environment is missing, or the server did not come up.
