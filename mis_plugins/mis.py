@@ -275,21 +275,23 @@ def config_in_force(args: Any, host: Host | None = None) -> CorrectionConfig:
 class Settled:
     """What the TIS hook makes of the host's arguments, once for as long as they say the same.
 
-    rescales: asks whether the loss of the micro-batch at hand is scaled, as the host divides it by its kept tokens.
+    rescales: asks whether the host divides a micro-batch's loss by its kept tokens, so that the loss is scaled; None of
+        a host that never does.
     average: how the host averages metrics, where no rollout-data hook has counted samples.
     """
 
     config: CorrectionConfig
-    rescales: Callable[[View], bool]
+    rescales: Callable[[View], bool] | None
     average: Average | None
 
 
 def _settled(args: View, host: Host | None = None) -> Settled:
     host = host or current(args)
     config = config_in_force(args, host)
+    is_asked = host.divides_by_kept is not Host.divides_by_kept and reading.says_denominator(args)
     return Settled(
         config if host.step_hook else config.without_step_hook,
-        lambda given: host.divides_by_kept(given) and reading.says_denominator(given),
+        host.divides_by_kept if is_asked else None,
         tracking.average_of_host(args),
     )
 
@@ -318,7 +320,8 @@ def _hook(args: View, pg_loss: Tensor, batch: HostBatch, settled: Settled, flags
     correction = _correct(args, batch, config, flags)
     loss = pg_loss
     if config.corrects:
-        factor = correction.loss_factor_by_kept if settled.rescales(args) else correction.loss_factor
+        rescales = settled.rescales is not None and settled.rescales(args)
+        factor = correction.loss_factor_by_kept if rescales else correction.loss_factor
         loss = (pg_loss * factor).masked_fill_(~correction.keep, 0)
     masks = _masks(batch, correction)
     RECORDER.record(correction, pg_loss)

@@ -186,6 +186,7 @@ UNSURE = {
 }
 START = '\nU.execute_train(train_args=f"--a {A}")\n'  # of a launcher
 READ_LAUNCHERS = {
+    "two names of a dict": "d = {'a': 'b'}\ne = d\ne['a'] = 'c'\nA = d['a']",
     "a loop that breaks": "A = 'x'\nfor b in ['1', '2', '3']:\n    if b == '2':\n        break\n    A = b",
     "a round that is left": "A = ''\nfor b in ['1', '2']:\n    if b == '1':\n        continue\n    A += b",
     "a loop with else": "for b in ['1']:\n    pass\nelse:\n    A = b + 'e'",
@@ -226,7 +227,6 @@ UNSURE_LAUNCHERS = {
     "a text or what only running tells": "A = (NOW() and 'q') or 'b'",
     "a list with an item more at its start": "X = ['b']\nX.insert(0, 'a')\nA = X[0]",
     "a list without an item": "X = ['a', 'b']\ndel X[0]\nA = X[0]",
-    "two names of a dict": "d = {'a': 'b'}\ne = d\ne['a'] = 'c'\nA = d['a']",
     "one of two lists": "X, Y = ['a'], ['a']\nZ = X if NOW() else Y\nZ.append('b')\nA = X[-1]",
     "two names of a list after a branch": "X = Y = ['a']\nif NOW():\n    X.append('b')\nY.insert(0, 'z')\nA = X[0]",
     "one of two objects": "class C:\n    x: str = '0'\nc, d = C(), C()\np = c if NOW() else d\np.x = '1'\nA = c.x",

@@ -465,7 +465,7 @@ CURVES = [  # of each file its rows, hosts log rollouts in rows of their own; le
     ([[{"kl_k3": 1e-4}, {"kl_k3": 5e-3}]], WATCH, "Since when: kl_k3 rose 50 times"),
     ([[{"kl_k3": -1e-8, "ess_ratio": 1 + 1e-7}]], CALM, "The curves end"),  # rounding
     ([[{"loss": 0.1}]], None, f"{NOTHING}no curve holds a number that measures it"),
-    ([[{"ess": 1.0, "kept_fraction": 1.0}] * 9], None, f"{NOTHING}no curve holds a number that measures it"),
+    ([[{"ess": 1.0, "kept_fraction": 1.0}] * 9], None, f"{NOTHING}at every step ess and kept_fraction = 1, as without"),
     ([[{"ratio_mean": 1.0}] * 9], CALM, "The curves end within their limits: ratio_mean.", "kl_k3 was read at no step"),
     ([[{"kl_k3": 0.0}] * 9], CALM, "The curves end", "kl_k3 is 0 at step 8. Both policies agree to rounding"),
     ([[*[{"kl_k3": 1e-3}] * 9, *[{"grad_norm": 1.0}] * 9]], WATCH,
@@ -483,7 +483,9 @@ CURVES = [  # of each file its rows, hosts log rollouts in rows of their own; le
      "Beyond its limit before: kl_k3 is 0.2, above 0.01, at step 20 (1 of 40 steps)"),
     ([of_k3([*[2e-3] * 500, *[0.2] * 4, *[2e-3] * 496])], WATCH, "Beyond its limit before: kl_k3 is 0.2, above 0.01",
      "rose 100 times at step 500, from 0.002 to 0.2"),
-    ([of_k3([*[0.3] * 8, 0.0])], WATCH, "Beyond its limit before: kl_k3 is 0.3", "fell to 0 at step 8, from 0.3"),
+    ([of_k3([*[0.3] * 8, 1e-4])], WATCH, "Beyond its limit before: kl_k3 is 0.3", "fell to 0.0001 at step 8, from 0.3"),
+    ([of_k3([*[0.3] * 8, 0.0])], WATCH, "Not logged to the end: kl_k3 was last known at step 7",
+     "Beyond its limit before: kl_k3 is 0.3"),
     ([of_k3([*[2e-3] * 30, *[math.nan] * 10])], WATCH, "Last seen beyond its limit: kl_k3 is NaN"),
 ]  # fmt: skip
 
