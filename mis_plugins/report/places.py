@@ -127,7 +127,8 @@ class Tables:
     def errors(self, name: str, part: Bool[Tensor, " B"], others: Bool[Tensor, " B"] | None = None) -> float:
         """By how many standard errors the log of a mean over buckets is above that over others, or a mean above 0.
 
-        Tokens of one response may err alike, so that the error is that of a sum over responses.
+        Tokens of one response may err alike. So the error is that of sums over responses, by the delta method, and
+        counts by Student's t of as many responses as would hold the tokens evenly.
         """
         compared, products = self.sums[name][[0, list(ROWS).index(COMPARED[name])]], self.products[name]
         above, freedom, moved = 0.0, math.inf, products.new_zeros(len(products))

@@ -222,7 +222,8 @@ TOLD = [
     (MIS, f"readonly A=1\nfor A in 2; do :; done\npython3 train.py $A {FULL}", (), 0, "bash refuses it, since A is"),
     *((MIS, f"{line}\npython3 train.py {FULL}", (), 0, f"not read: line 1: {line}: {why}") for line, why in (
         ("trap 'A=2' ERR", "it runs between commands"), ("trap 'echo no' DEBUG", "it runs between commands"),
-        ("time A=2", "the parser of bash loses what it sets"), ("local A=2", "bash refuses it outside of a function"),
+        ("time A=2", "a variable that is set behind time is not read"),
+        ("local A=2", "bash refuses it outside of a function"),
     )),
     (MIS, f"readonly A\n: ${{A:=b}}\npython3 train.py {FULL}", (), 0, "bash refuses it, since A is readonly"),
     (MIS, f"export A=1\nf() {{ python3 train.py --x; }}\npython3 train.py {FULL}", (), 0, "is read here calls it"),

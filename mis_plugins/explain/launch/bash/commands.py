@@ -228,7 +228,7 @@ class Commands(Builtins):
 
     def _time(self, node: Node, words: list[Text]) -> None:
         if any(pair(word)[0] or known(word) == "{" for word in words[:1]):
-            self.unread(node, "the parser of bash loses what it sets")
+            self.unread(node, "a variable that is set behind time is not read")
         self.call(node, words)
 
     def _shopt(self, node: Node, words: list[Text]) -> None:

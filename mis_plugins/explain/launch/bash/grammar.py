@@ -145,7 +145,7 @@ def clauses_of(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
 def of_lines_before(node: Node) -> list[Node]:
     """Assignments of the lines before a command, `A=x B=y > log`, which the parser puts in front of the command.
 
-    Behind the last such line of a script it makes a command without letters.
+    Where a script ends with such a line, the parser adds a command without letters.
     """
     source, before = node.text or b"", 0
     for count, (first, second) in enumerate(pairwise(node.children), 1):

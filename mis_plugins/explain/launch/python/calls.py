@@ -50,7 +50,7 @@ class Calls(Functions):
                 self.lose(next(iter(self.locals.values())))
         else:
             target = self.visit(node.func)
-            self.lose(*[target][: self.is_shared(target)])
+            self.lose(*([target] if self.is_shared(target) else []))
             is_kept = name in ("getattr", "setattr") and len(given) > 1 and isinstance(given[0], Record)
             pieces = target if isinstance(target, tuple) else ()
             meant = [piece.source.rpartition(".")[2] for piece in pieces if piece.text is None]
